@@ -288,6 +288,14 @@ class Reads:
     block: int
 
 
+class StepReads(NamedTuple):
+    """What a decode step reads of one KV head's row at most: `keys`, each with its value, and the
+    bytes that it scans to choose them, such as summaries or codes, for a cache in 16 bits."""
+
+    keys: int
+    scanned: float = 0.0
+
+
 class EdgeWriter(Protocol):
     """Where one layer's edges go, on the host."""
 

@@ -8,6 +8,7 @@ from attnplug.errors import MissingPackageError
 EXTRAS = {
     "demo": ("gguf", "matplotlib"),
     "eval": ("scipy", "matplotlib"),
+    "harness": ("lm_eval", "scipy", "matplotlib"),
     "plot": ("matplotlib",),
     "trace": ("pyarrow", "plotly"),
 }

@@ -80,16 +80,8 @@ def read_tokens(policy: Sparse, tokens: int, size: int, head_dim: int = 128) -> 
     """Tokens whose keys and values are as many bytes as what a step of `policy` reads of one
     sequence of `tokens`, in a cache with room for `size`: what is kept, and the summaries or codes
     that choose it, for a cache in 16 bits."""
-    kept, element = min(policy.kept, tokens), 4 * head_dim  # bytes of a token's key and value
-    if isinstance(policy, Gvr):  # an INT8 key and its scale, float32
-        return kept + tokens * (head_dim + 4) / element
-    if isinstance(policy, Sketch):
-        return kept + tokens * policy.bytes / element
-    summaries = tokens // policy.block if policy.k else 0
-    parts, codes, _ = policy.summary_form(size)
-    # A band's codes have a scale and a width each, float32.
-    scales = 2 / head_dim if codes == torch.int8 and parts == 1 else 0
-    return kept + summaries * (parts / (2 if codes is None else 4) + scales)
+    keys, scanned = policy.step_reads(tokens, head_dim, size)
+    return keys + scanned / (4 * head_dim)
 
 
 SHAPES = {

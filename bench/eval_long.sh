@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# What users write, on prompts of 64K and 128K tokens (the study as-written of bench/studies.py), on a
-# machine with GPUs of 140 GB:
-#   bash bench/eval_long.sh SECONDS [MODEL,... [options of attnplug eval]]
+# A study of bench/studies.py on models that read long prompts, on a machine with GPUs of 140 GB:
+#   [STUDY=rivals] bash bench/eval_long.sh SECONDS [MODEL,... [options of attnplug eval]]
 #
+# STUDY is as-written where nothing else is said: what users write, on prompts of 64K and 128K tokens.
 # Models take the GPUs by turns: gemma3-270m@64k the first, @128k the second, gemma3-270m (32K) the
-# first again. Of a model without samples dense alone is asked first; tasks that the model itself
-# cannot do at its length are then left out, and the others run in the study's order. $OUT gets
-# as-written-MODEL.jsonl and .log, also where SECONDS end it. Then, for each model:
-#   python bench/eval_rows.py as-written-MODEL $OUT/as-written-MODEL.jsonl --study as-written
+# first again; of another study name its models. Of a model without samples dense alone is asked first;
+# tasks that the model itself cannot do at its length are then left out, and the others run in the
+# study's order. $OUT gets STUDY-MODEL.jsonl and .log, also where SECONDS end it. Then, for each model:
+#   python bench/eval_rows.py STUDY-MODEL $OUT/STUDY-MODEL.jsonl --study STUDY
 # What bench/results/samples has is not run again (FRESH=1 asks everything anew), so that the next
 # call goes on. PROCESSES (2) share a GPU through MPS. Weights come in pieces (gpu_join.sh); name the
 # commit in ATTNPLUG_COMMIT where there is no git. Options replace those of the study.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-seconds=$1 out=${OUT:-/tmp}
+seconds=$1 out=${OUT:-/tmp} asked_study=${STUDY:-as-written}
+[ "$asked_study" != rivals ] || export PROGRAM=bench/rivals.py
 IFS=, read -ra models <<<"${2:-gemma3-270m@64k,gemma3-270m@128k,gemma3-270m}"
 more=("${@:3}")
 # shellcheck source=bench/gpu_join.sh
@@ -32,7 +33,7 @@ python3 -c 'import sys; from attnplug.models.pretrained import fetch; fetch(sys.
 
 # What a process holds of the GPU grows with the batch's masks: at 128K two prompts' take 34 GB.
 options() { # MODEL look|SAMPLES
-  python3 bench/studies.py as-written "$1" "$2"
+  python3 bench/studies.py "$asked_study" "$1" "$2"
   case $1 in *@128k) printf '%s\n' --batch 2 ;; esac
 }
 
@@ -45,7 +46,7 @@ share() { # MODEL NAME OUT KNOWN look|SAMPLES
 }
 
 study() { # MODEL
-  local name=as-written-${1//@/-} folder
+  local name=$asked_study-${1//@/-} folder
   folder=$(mktemp -d)
   local packed=bench/results/samples/$name.jsonl.xz known=$folder/known
   : >"$known"

@@ -6,7 +6,7 @@
 # order of --lengths and --tasks: name first what takes longest. $OUT/NAME.jsonl gets all samples, of which `python bench/eval_rows.py MODEL $OUT/NAME.jsonl` makes rows, also where this
 # script is cut short (SIGTERM, as of `timeout`); $OUT/NAME.log gets what the processes said last. Two
 # files, because a machine may bring back few. Fails if a process did. KNOWN names a file of samples
-# that are not to be run again.
+# that are not to be run again. PROGRAM stands for `-m attnplug`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 processes=$1 name=$2 model=$3
@@ -24,7 +24,7 @@ trap collect EXIT
 trap 'exit 143' TERM
 for ((i = 0; i < processes; i++)); do
   mkdir "$folder/$i" && { [ -z "${KNOWN:-}" ] || cp "$KNOWN" "$folder/$i/samples.jsonl"; } || exit
-  python3 -m attnplug eval "$model" --claims "$folder/claims" --out "$folder/$i" "$@" \
+  python3 ${PROGRAM:--m attnplug} eval "$model" --claims "$folder/claims" --out "$folder/$i" "$@" \
     >"$folder/$i.log" 2>&1 &
   ids+=($!)
 done

@@ -51,6 +51,14 @@ NAMED_ELSEWHERE = {
     ),
     **dict.fromkeys(("mean-pooling", "vertical-slash", "oracle"), "bench/rival_masks.py"),
 }
+# of the literature, in rows of the study `rivals`, where names may be those above
+OF_RIVALS = {
+    **dict.fromkeys(
+        ("streaming", "matched_window", "quest", "double_sparsity", "loki", "snapkv"),
+        "bench/rivals.py",
+    ),
+    **dict.fromkeys(("pooled_blocks", "vertical_slash"), "bench/rival_prefills.py"),
+}
 WHOLE_MODEL = ("e2e-decode", "e2e-ttft", "e2e-part", "trace")
 MODEL_FILES = frozenset({"attnplug/models/hf.py", "attnplug/models/layers.py"})
 STUDIES = {"topk": f"{OPS}/gvr/topk.py"}  # whose policies are no policies
@@ -310,6 +318,7 @@ def roots(root: Path, row: Row) -> list[str]:
     for name in names:
         policy = f"{POLICIES}/{name}.py"
         known = {**_exports(root), **NAMED_ELSEWHERE}
+        known |= OF_RIVALS if row.get("study") == "rivals" else {}
         path = policy if (root / policy).is_file() else known.get(name)
         found += [path] if path else []
     return found

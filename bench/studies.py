@@ -26,6 +26,7 @@ from attnplug.eval.tasks import TASKS
 NAIVE = "certified(tolerance=None, explore=0.0, min_tokens=0)"
 PAPERS_LADDER = "tolerance=None, coverage=0.995, k_min=2, k_max=128, v_tol=0.05, ranking=1"
 LARGE_BLOCKS = "block=128, sink=1, local=4"
+RIVALS = "streaming", "matched_window", "quest", "double_sparsity", "loki", "snapkv"
 FLOOR = 0.2  # a task of which the model itself answers less says nothing about a policy
 LOOK = 12  # whole batches of every length
 BOTH = MappingProxyType({"smollm2-135m": 8192, "gemma3-270m": 32768})  # and what they read
@@ -139,6 +140,18 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
                     "gemma3-270m": 32768,
                 }
             ),
+            as_asked=True,
+        ),
+        # The literature's methods (bench/rivals.py) beside ours, at the bytes that ours read.
+        "rivals": Options(
+            [
+                *("gather(min_tokens=0)", "sketch(min_tokens=0)", "momo(min_tokens=0)"),
+                *(f"{name}(like='{like}')" for like in ("gather", "sketch") for name in RIVALS),
+                *("pooled_blocks", "vertical_slash"),
+            ],
+            ("fidelity", "needle-prose", "multi-key"),
+            (65536, 32768, 8192),
+            models=MappingProxyType({"gemma3-270m@64k": 65536} | BOTH),
             as_asked=True,
         ),
     }

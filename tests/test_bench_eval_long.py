@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parent.parent / "bench"
 # in the place of attnplug eval; all else is Python's
 PYTHON = """#!/bin/bash
 case "$*" in
-  "-m attnplug eval"*) ;;
+  "{program} eval"*) ;;
   *pretrained*) exit ;;
   *) exec {python} "$@" ;;
 esac
@@ -22,9 +24,16 @@ done
 """
 
 
-def test_each_gpu_looks_first_and_then_asks_what_the_model_can_do(tmp_path):
+@pytest.mark.parametrize(
+    ("study", "program", "models"),
+    [
+        ("as-written", "-m attnplug", {"gemma3-270m@64k": 65536, "gemma3-270m@128k": 131072}),
+        ("rivals", "bench/rivals.py", {"gemma3-270m@64k": 65536, "gemma3-270m": 32768}),
+    ],
+)
+def test_each_gpu_looks_first_and_then_asks_what_the_model_can_do(tmp_path, study, program, models):
     commands = {
-        "python3": PYTHON.format(python=sys.executable, folder=tmp_path),
+        "python3": PYTHON.format(python=sys.executable, folder=tmp_path, program=program),
         "nvidia-smi": "#!/bin/bash\necho one; echo two\n",
         "nvidia-cuda-mps-control": "#!/bin/bash\n",
     }
@@ -34,17 +43,18 @@ def test_each_gpu_looks_first_and_then_asks_what_the_model_can_do(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     here = os.environ | {"OUT": str(out), "PROCESSES": "1", "FRESH": "1"}
+    if study != "as-written":
+        here["STUDY"] = study
     here["PATH"] = f"{tmp_path}:{here['PATH']}"
-    models = "gemma3-270m@64k,gemma3-270m@128k"
-    subprocess.run(["bash", BENCH / "eval_long.sh", "60", models], check=True, env=here)
-    assert {path.name for path in out.glob("*.jsonl")} == {
-        "as-written-gemma3-270m-64k.jsonl",
-        "as-written-gemma3-270m-128k.jsonl",
-    }
+    command = ["bash", BENCH / "eval_long.sh", "60", ",".join(models)]
+    subprocess.run(command, check=True, env=here)
+    wanted = {f"{study}-{model.replace('@', '-')}.jsonl" for model in models}
+    assert {path.name for path in out.glob("*.jsonl")} == wanted
     calls = (tmp_path / "calls").read_text().splitlines()
-    for gpu, model, n in (("0", "gemma3-270m@64k", 65536), ("1", "gemma3-270m@128k", 131072)):
-        look, study = (call for call in calls if call.startswith(f"{gpu} "))
-        assert all(f" {model} " in call and f"--lengths {n} " in call for call in (look, study))
-        assert look.count("--policy") == 1 and "--trials 12" in look and "needle-noise" in look
-        assert "gvr(min_tokens=0)" in study and "needle-noise" not in study
-        assert ("--batch 2" in study) == (gpu == "1")
+    for gpu, (model, n) in enumerate(models.items()):
+        look, asked = (call for call in calls if call.startswith(f"{gpu} "))
+        assert all(f" {model} " in call and f"--lengths {n}" in call for call in (look, asked))
+        assert look.count("--policy") == 1 and "--trials 12" in look and "needle-prose" in look
+        one = "gvr(min_tokens=0)" if study == "as-written" else "quest(like='sketch')"
+        assert one in asked and "needle-noise" not in asked and "needle-prose" in asked
+        assert ("--batch 2" in asked) == (model == "gemma3-270m@128k")

@@ -269,6 +269,9 @@ def test_every_row_of_ours_is_known_to_depend_on_something(stale):
     assert not any("/momo/" in path for path in tier)
     selector = dict(study="frontier", policy="double-sparsity(bytes=16, k=1024)")
     assert "bench/_selectors.py" in stale.dependencies(ROOT, selector)
+    rival = dict(selector, policy="quest(like='gather')", study="rivals")
+    assert stale.roots(ROOT, rival) == ["bench/rivals.py"]
+    assert stale.roots(ROOT, dict(rival, policy="pooled_blocks")) == ["bench/rival_prefills.py"]
     mask = dict(study="masks", policy="vertical-slash(k=16)")
     assert "bench/rival_masks.py" in stale.dependencies(ROOT, mask)
 

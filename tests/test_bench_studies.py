@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attnplug import policies
 from attnplug.cli.options import read_lengths
 from attnplug.eval.command import Asked, make_study
 from attnplug.eval.runner import MEASURES
@@ -19,8 +20,11 @@ BENCH = Path(__file__).parent.parent / "bench"
 @pytest.fixture
 def studies(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(policies, "_METHODS", policies.methods())  # for this test alone
+    importlib.import_module("rivals").register_rivals()
     yield importlib.import_module("studies")
-    sys.modules.pop("studies", None)
+    for name in ("studies", "rivals", "rival_prefills", "rival_masks"):
+        sys.modules.pop(name, None)
 
 
 def asked_of(arguments: list[str]) -> Asked:
@@ -36,7 +40,12 @@ def asked_of(arguments: list[str]) -> Asked:
 def test_a_study_is_what_eval_understands_and_each_policy_has_its_one_name(studies):
     asked = ((n, o) for n, o in studies.STUDIES.items() if o.trials)  # the others: by model
     for name, options in asked:
-        study = make_study(asked_of(options.arguments()), seed=0, batch=0, limit_seconds=None)
+        study = make_study(
+            asked_of(options.arguments()),
+            seed=0,
+            batch=0,
+            limit_seconds=None,
+        )
         assert list(study.parsed()) == list(options.policies), name
         assert set(study.tasks) <= {*TASKS, *MEASURES}
         assert {study.trials_of(task) for task in study.tasks} == {options.trials}

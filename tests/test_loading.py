@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from test_docs import byte_tokenizer
+from harness_task import TASK, write_checkpoint, write_task
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -21,7 +21,6 @@ from transformers import (
 import attnplug
 from attnplug.errors import ArgumentError, NotAppliedError, PolicyError
 from attnplug.program import find
-from attnplug.testing import tiny_model
 
 POLICY = "momo(min_tokens=0)+gather(min_tokens=0)"
 IDS = torch.arange(2, 82)[None]
@@ -30,12 +29,7 @@ IDS = torch.arange(2, 82)[None]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A model with a tokenizer, in a folder."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model(vocab_size=300, max_position_embeddings=2048).save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = "<pad>"
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def policy_of(model):
@@ -162,28 +156,15 @@ def test_what_is_no_python_program_is_refused(words, message):
 def test_lm_evaluation_harness_runs_under_a_policy(checkpoint, tmp_path):
     """Its own command line, on a tiny task: the answers are those of the harness without a policy,
     as the budgets cover these prompts."""
-    rows = [{"q": "a b c " * 20 + str(i), "choices": ["yes", "no"], "a": i % 2} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = {
-        "task": "attnplug_tiny",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{q}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{a}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (tmp_path / "tiny.yaml").write_text(json.dumps(task))  # JSON is YAML
+    write_task(tmp_path)
     harness = ["--model", "hf", "--model_args", f"pretrained={checkpoint}", "--device", "cpu"]
-    harness += ["--tasks", "attnplug_tiny", "--include_path", str(tmp_path), "--log_samples"]
+    harness += ["--tasks", TASK, "--include_path", str(tmp_path), "--log_samples"]
     scores = []
     for name, policy in (("served", POLICY), ("dense", "dense")):
         out = tmp_path / name
         done = attnplug_run("-m", "lm_eval", *harness, "--output_path", out, policy=policy)
         assert done.returncode == 0, done.stderr
-        assert f"policy {policy}\n" in done.stderr and "attnplug_tiny" in done.stdout
+        assert f"policy {policy}\n" in done.stderr and TASK in done.stdout
         (samples,) = out.rglob("samples_*.jsonl")
         found = [json.loads(line) for line in samples.read_text().splitlines()]
         scores.append([float(each[0]) for row in found for each in row["filtered_resps"]])

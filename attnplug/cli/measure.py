@@ -96,6 +96,10 @@ def eval(
     tasks: Annotated[
         str | None, typer.Option(help="Names with commas between, or: all. Else two needles.")
     ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option(help="Tasks of lm-evaluation-harness instead, such as niah_single_1."),
+    ] = None,
     lengths: Annotated[
         Lengths | None,
         lengths_option(
@@ -118,7 +122,7 @@ def eval(
     ),
     plot: Annotated[
         str | None,
-        typer.Option(help="frontier: KL against keys a step, of the task fidelity."),
+        typer.Option(help="frontier: KL against bytes a step, of the task fidelity."),
     ] = None,
     device: Device = None,
     as_json: Json = False,
@@ -127,9 +131,13 @@ def eval(
     with clear_errors():
         from attnplug.eval import command
 
-        asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials)
-        study = command.make_study(asked, seed, batch, limit_seconds, claims)
-        command.check_plot(plot, study)
+        asked = command.Asked(policy or [], policies, suite, tasks, lengths, trials, harness)
+        if harness is None:
+            study = command.make_study(asked, seed, batch, limit_seconds, claims)
+            command.check_plot(plot, study)
+        else:
+            own = {"limit-seconds": limit_seconds, "claims": claims, "plot": plot}
+            study = command.make_harness(asked, seed, batch, **own)
         check_place("out", out, folder=True)
         if claims is not None:
             check_place("claims", claims, folder=True)

@@ -1,13 +1,16 @@
 """What stands behind `attnplug eval`: reads the options, runs the study, writes and shows it."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from attnplug import files
 from attnplug.errors import ArgumentError, FileError
 from attnplug.eval.frontier import draw_frontier
+from attnplug.eval.harness import Harness, run_harness
 from attnplug.eval.output import result_table, write_outputs
 from attnplug.eval.rows import make_rows
 from attnplug.eval.runner import MEASURES, Study, run_study
@@ -30,6 +33,22 @@ class Asked:
     tasks: str | None = None
     lengths: Sequence[int] | None = None
     trials: int | None = None
+    harness: str | None = None
+
+
+def make_harness(asked: Asked, seed: int, batch: int, **unused: object) -> Harness:
+    """What of lm_eval the command line asks for. Raises ArgumentError, also for options of
+    attnplug's own tasks (`unused`), PolicyError, and MissingPackageError where lm_eval is not
+    installed."""
+    unused |= {"suite": asked.suite, "tasks": asked.tasks}
+    for option, value in unused.items():
+        if value is not None:
+            raise ArgumentError(f"{option} is for attnplug's own tasks, not those of --harness")
+    trials = BRIEF.trials if asked.trials is None else asked.trials
+    tasks = _split(asked.harness or "")
+    harness = Harness(_policies(asked), tasks, asked.lengths or (), trials, seed, batch or 1)
+    harness.parsed()
+    return harness
 
 
 def make_study(
@@ -89,20 +108,28 @@ def check_plot(plot: str | None, study: Study) -> None:
 
 def run(
     model: str,
-    study: Study,
+    study: Study | Harness,
     folder: Path,
     device: str | None,
     console: Console,
     plot: str | None = None,
 ) -> list[Path]:
-    """Load the model, run what `folder/samples.jsonl` lacks, write the outputs, show the table.
-    A local folder's name stands for the model in the rows. Returns what was written."""
+    """Load the model, run what `folder/samples.jsonl` lacks (of a Harness everything, into
+    `folder/harness.jsonl`), write the outputs, show the table. A local folder's name stands for the
+    model in the rows. Returns what was written."""
     network, tokenizer = load(model, device=device)
     name = Path(model).name if Path(model).is_dir() else model
     where = f"{name} on {network.device}, {str(network.dtype).removeprefix('torch.')}"
     console.print(where, highlight=False, markup=False)
-    samples = folder / "samples.jsonl"
-    outcome = run_study(network, tokenizer, name, study, samples)
+    if isinstance(study, Harness):
+        samples = folder / "harness.jsonl"
+        outcome = run_harness(network, tokenizer, name, study)
+        files.make_folder(folder)
+        lines = [json.dumps(record) + "\n" for record in outcome.records]
+        files.write_text(samples, "".join(lines))
+    else:
+        samples = folder / "samples.jsonl"
+        outcome = run_study(network, tokenizer, name, study, samples)
     try:
         rows = make_rows(outcome.records)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

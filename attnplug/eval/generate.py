@@ -1,5 +1,6 @@
 """Greedy replies to a batch of prompts, by the model itself and by policies. Policies that share a
-prefill method share the prefill: its cache is handed on to each one's own decode."""
+prefill method share the prefill, where their caches can take it over from each other: it is handed
+on to each one's own decode."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -17,7 +18,7 @@ from attnplug.models.generate import LOOP, own_cache
 from attnplug.models.layers import find_attention_layers as layers_of
 from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import CACHE
-from attnplug.policies import Policy
+from attnplug.policies import Phase, Policy
 
 
 class Batch(NamedTuple):
@@ -46,7 +47,9 @@ def replies(
 
     def prefill_of(name: str) -> str:
         policy = policies[name]
-        return "" if policy is None else str(policy.prefill)
+        if policy is None:
+            return ""
+        return str(policy.prefill) if _takes_over(policy.decode) else f"{policy.prefill} of {name}"
 
     for prefill, group in groupby(sorted(policies, key=prefill_of), key=prefill_of):
         names = list(group)
@@ -60,6 +63,13 @@ def replies(
         for name in names:
             texts[name] = [_text(model, tokenizer, row) for row in tokens[name].cpu()]
     return {name: texts[name] for name in policies}
+
+
+def _takes_over(method: Any) -> bool:
+    """Whether a decode method's cache can take over another's prefill, as attnplug's own can. What
+    another's `note_queries` keeps of a prompt does not follow from its tokens."""
+    own = type(method).__module__.startswith("attnplug.")
+    return own or type(method).note_queries is Phase.note_queries
 
 
 def _batch(model: Any, tokenizer: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> Batch:
@@ -154,12 +164,12 @@ def _generate(model: Any, batch: Batch, cache: PlugCache | None = None) -> torch
         num_beams=1,
         pad_token_id=batch.pad,
         **{CACHE: cache},
-        **_uncompiled(model),
+        **uncompiled(model),
     )
     return out[:, batch.ids.shape[1] :]
 
 
-def _uncompiled(model: Any) -> dict[str, Any]:
+def uncompiled(model: Any) -> dict[str, Any]:
     """Options of generate that leave each step the model's own code, captured on a GPU."""
     if model.device.type == "cuda" and vars(model).get(LOOP) is not None:
         return {"compile_config": CompileConfig(backend=CAPTURE)}

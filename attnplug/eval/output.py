@@ -14,6 +14,7 @@ from attnplug.eval.served import ALL
 
 BINS = tuple(f"{i / 10:.1f}" for i in range(10))
 MISSING = "-"
+COVERED = f"{ALL} (budget covers)"
 
 
 def write_outputs(rows: Sequence[Row], outcome: Outcome, folder: Path) -> list[Path]:
@@ -37,6 +38,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("policy", lambda row: row["policy"]),
     ("served by", lambda row: _served(row)),
     ("keys a step", lambda row: _keys(row)),
+    ("bytes a step", lambda row: _bytes(row)),
     ("drafts accepted", lambda row: f"{row['accepted']:.2f}" if "accepted" in row else MISSING),
     ("dense", lambda row: f"{row['dense']:.3g}"),
     ("value (95% interval)", lambda row: _span(row, "value", "low", "high")),
@@ -45,7 +47,10 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("McNemar p", lambda row: f"{row['p_value']:.2g}" if _paired(row) else MISSING),
 )
 
-SHOWN = ("task", "tokens", "policy", "served by", "keys a step", "dense", "value (95% interval)")
+SHOWN = (
+    *("task", "tokens", "policy", "served by", "keys a step", "bytes a step"),
+    *("dense", "value (95% interval)"),
+)
 
 
 def _served(row: Row) -> str:
@@ -57,12 +62,26 @@ def _served(row: Row) -> str:
 
 
 def _keys(row: Row) -> str:
-    """The most keys that a step reads where the decode method serves it; "all" is dense."""
-    decode = "dense" if row["policy"] == STOCK else row.get("served", {}).get("decode")
-    keys = ALL if decode == "dense" else row.get("keys")
+    """The most keys that a step reads; "all" is dense, and a method whose budget covers a prompt,
+    which its row then says nothing about, is marked."""
+    decode, keys = _decoder(row), row.get("keys")
+    if decode == "dense":
+        return ALL
     if decode is None or keys is None:
         return MISSING
-    return keys if keys == ALL else f"{keys:,}"
+    return COVERED if keys == ALL else f"{keys:,}"
+
+
+def _bytes(row: Row) -> str:
+    """The bytes that a step reads in layers that keep the whole context."""
+    if _decoder(row) is None or row.get("bytes") is None:
+        return MISSING
+    return f"{row['bytes'] / 1e6:,.3g} MB"
+
+
+def _decoder(row: Row) -> str | None:
+    """The method that served the steps, None where none came."""
+    return "dense" if row["policy"] == STOCK else row.get("served", {}).get("decode")
 
 
 def _paired(row: Row) -> bool:

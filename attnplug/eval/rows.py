@@ -64,7 +64,7 @@ def _base(record: Record, task: str, trials: int) -> Row:
         "trials": trials,
         "policy": record["policy"],
         **{key: record[key] for key in kept},
-        **{key: record[key] for key in ("served", "keys") if key in record},
+        **{key: record[key] for key in ("served", "keys", "bytes") if key in record},
         **_commit(record),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

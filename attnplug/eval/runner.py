@@ -33,15 +33,14 @@ from attnplug.eval.measure import (
 from attnplug.eval.own_attention import own_attention
 from attnplug.eval.prompts import SHORTEST, digest, template_name
 from attnplug.eval.records import KEY, Record, Records
-from attnplug.eval.served import Served, ServedBy, keys_read, who_served
+from attnplug.eval.served import Served, ServedBy, reads_of, token_bytes, who_served
 from attnplug.eval.tasks import TASKS, Sample, make_sample
-from attnplug.models.layers import config_heads
 from attnplug.ops.common.triton import triton
 from attnplug.policies import Policy, methods, parse
 from attnplug.policies.grammar import parse_policy
 
 Batch = tuple[Sequence[int], Sequence[str]]  # trials, and the policies that lack any of them
-STOCK, FULL = "stock", "full_attention"
+STOCK = "stock"
 MEASURES = ("perplexity", *DECODES, "captured-mass")
 # Tokens of a batch on CUDA, where a step of many rows takes as long as one of few. Prompts differ
 # in length, and sliding windows have a mask `[B,1,T,T]` of padded ones: 13 GiB of 13 x 32K.
@@ -137,7 +136,7 @@ def run_study(
                 outcome.left_out[f"captured-mass of {text}"] = "its prefill has no block mask"
     cells = []
     for length in study.lengths:
-        if reason := _too_long(model, length):
+        if reason := too_long(model, length):
             outcome.left_out[f"{length:,} tokens"] = reason
         else:
             cells += [(task, length) for task in study.tasks]
@@ -174,18 +173,10 @@ def _give_memory_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _too_long(model: Any, length: int) -> str:
+def too_long(model: Any, length: int) -> str:
     """Why the model cannot be asked at that length, "" where it can."""
     limit = getattr(model.config, "max_position_embeddings", None)
     return f"the model has {limit} positions" if limit is not None and length > limit else ""
-
-
-def _cache_bytes(model: Any) -> int:
-    """Bytes that a token's keys and values take in the layers that keep all of them."""
-    config = model.config.get_text_config(decoder=True)
-    _, heads, dim = config_heads(config)
-    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
-    return max(1, kinds.count(FULL)) * 2 * heads * dim * model.dtype.itemsize
 
 
 @dataclass
@@ -245,7 +236,7 @@ class _Cell:
             return 1
         tokens = PROMPT_TOKENS
         if self.task in DECODES:
-            tokens = min(WINDOW_TOKENS, READ_BYTES // _cache_bytes(self.model))
+            tokens = min(WINDOW_TOKENS, READ_BYTES // token_bytes(self.model))
         return max(1, tokens // self.length)
 
     def run(self, trials: Sequence[int], missing: Sequence[str]) -> list[Record]:
@@ -332,7 +323,7 @@ class _Cell:
             "prompt_hash": digest(text),
             "tokenizer": f"{type(self.tokenizer).__name__}-{len(self.tokenizer)}",
             "served": served or {},
-            "keys": keys_read(self.policies.get(policy), ids.shape[1]),
+            **reads_of(self.policies.get(policy), served or {}, ids.shape[1], self.model),
             "template": template_name(self.tokenizer) if self.task in TASKS else "plain",
             **machine(self.model.device.type),
         }

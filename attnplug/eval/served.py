@@ -1,13 +1,14 @@
-"""What really served a sample, and how many keys a step read: a policy may leave all to dense."""
+"""What really served a sample, and what a step read of it: a policy may leave all to dense."""
 
 from collections import Counter
 from typing import Any
 
 from attnplug.api import report
 from attnplug.models.generate import LOOP
+from attnplug.models.layers import config_heads
 from attnplug.policies import Dense, Policy
 
-ALL = "all"
+ALL, FULL = "all", "full_attention"
 # "prefill" and "decode" and by whom, and "accepted", the share of drafts that dense accepted.
 Served = dict[str, Any]
 ServedBy = dict[str, Served]  # by a policy's name
@@ -28,10 +29,29 @@ def who_served(model: Any) -> Served:
     return found
 
 
-def keys_read(policy: Policy | None, tokens: int) -> int | str | None:
-    """The most keys that a step of a policy's decode method reads of `tokens` keys: ALL where its
-    budget covers them, None where the method does not say (its property `kept`)."""
-    if policy is None or isinstance(policy.decode, Dense):
-        return ALL
-    kept = policy.decode.kept or None
-    return ALL if kept is not None and kept >= tokens else kept
+def reads_of(policy: Policy | None, served: Served, tokens: int, model: Any) -> dict[str, Any]:
+    """The most `keys` that a step reads of `tokens`, and its `bytes` over all layers that keep the
+    whole context: keys, values, and what it scans to choose them. Keys are ALL where dense serves
+    the steps or the budget covers them; both are None where the method does not say."""
+    *_, width = config_heads(model.config.get_text_config(decoder=True))
+    element = 2 * width * model.dtype.itemsize  # of a token's key and value
+    keys, scanned = tokens, 0.0
+    if policy is not None and policy.decode is not None and not _by_dense(policy, served):
+        reads = policy.decode.step_reads(tokens, width)
+        if reads is None:
+            return {"keys": None, "bytes": None}
+        keys, scanned = reads if reads.keys < tokens else (tokens, 0.0)
+    read = round(token_bytes(model) * (keys + scanned / element))
+    return {"keys": ALL if keys == tokens else keys, "bytes": read}
+
+
+def _by_dense(policy: Policy, served: Served) -> bool:
+    return isinstance(policy.decode, Dense) or served.get("decode") == Dense.name
+
+
+def token_bytes(model: Any) -> int:
+    """Bytes that a token's keys and values take in the layers that keep all of them."""
+    config = model.config.get_text_config(decoder=True)
+    _, heads, dim = config_heads(config)
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    return max(1, kinds.count(FULL)) * 2 * heads * dim * model.dtype.itemsize

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 from transformers import Cache
 
-from attnplug.call import AttentionCall, Edges, EdgeWriter, LayerShape, Reads
+from attnplug.call import AttentionCall, Edges, EdgeWriter, LayerShape, Reads, StepReads
 from attnplug.errors import PolicyError
 from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import residency
@@ -46,6 +46,7 @@ __all__ = [
     "Phase",
     "Policy",
     "Reads",
+    "StepReads",
     "apply_sinks",
     "audit",
     "certificates",

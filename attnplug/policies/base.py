@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, Edges, LatentCall, LayerShape, PagedCall, Reads
+from attnplug.call import (
+    AttentionCall,
+    Edges,
+    LatentCall,
+    LayerShape,
+    PagedCall,
+    Reads,
+    StepReads,
+)
 from attnplug.errors import PolicyError
 from attnplug.ops.common.checks import HEAD_DIMS, why_not_width
 
@@ -47,6 +55,12 @@ class Phase:
     def varies_rounds(self) -> bool:
         """Whether a round makes as many drafts as were of use lately, and `rounds` at the most."""
         return False
+
+    def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads | None:
+        """What a decode step reads of a row of `tokens`, as `attnplug eval` shows beside a score,
+        in a cache with room for `room` of them, by default for no more; None where the method does
+        not say."""
+        return StepReads(min(self.kept, tokens)) if self.kept else None
 
     def rounds(self) -> int:
         """Drafts a round, where this method decodes in rounds of drafts and a verification; 0 where

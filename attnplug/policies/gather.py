@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape, PagedCall, Reads
+from attnplug.call import AttentionCall, LayerShape, PagedCall, Reads, StepReads
 from attnplug.ops import (
     ResidentBlocks,
     gather_attention,
@@ -111,6 +111,14 @@ class Gather(DenseBelow):
     def kept(self) -> int:
         """The most keys that a step reads of a row, summaries aside."""
         return (self.sink + self.local + self.k) * self.block
+
+    def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads:
+        summaries = tokens // self.block if self.k else 0
+        parts, codes, _ = self.summary_form(max(tokens, room))
+        size = parts * head_dim * (2 if codes is None else 1)
+        if codes is not None and parts == 1:  # a band's scale and width, float32
+            size += 8
+        return StepReads(min(self.kept, tokens), summaries * size)
 
     def measured_crossover(self, kind: str) -> int:
         floor = LONG_LIST_FLOOR if self.k > RANKED else CROSSOVER_FLOOR

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape, PagedCall
+from attnplug.call import AttentionCall, LayerShape, PagedCall, StepReads
 from attnplug.ops import (
     gather_tokens_attention,
     page_codes,
@@ -68,6 +68,9 @@ class Gvr(DenseBelow):
     def kept(self) -> int:
         """The most tokens that a step reads, of a row that is long enough."""
         return self.sink + self.window + self.k
+
+    def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads:
+        return StepReads(min(self.kept, tokens), tokens * (head_dim + 4))  # INT8, a float32 scale
 
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape
+from attnplug.call import AttentionCall, LayerShape, StepReads
 from attnplug.ops import sketch_decode, sketch_host_decode
 from attnplug.ops.sketch.kernels.codes import LOCAL
 from attnplug.ops.sketch.merge_sketch import TAILS
@@ -78,6 +78,9 @@ class Sketch(DenseBelow):
     def kept(self) -> int:
         """The tokens that a step reads, of a row that is long enough, but for a few equals."""
         return FIXED + self.k
+
+    def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads:
+        return StepReads(min(self.kept, tokens), tokens * self.bytes)
 
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)

@@ -263,11 +263,18 @@ def test_rows_say_who_served_and_how_many_keys_a_step_read(tiny, tokenizer, tmp_
 
     for task in ("needle-noise", "kl"):
         assert cells(forced, task) == ("momo, then gather", "64")
-        assert cells(covers, task) == ("dense, then gather", "all")
+        assert cells(covers, task) == ("dense, then gather", "all (budget covers)")
         assert cells("gather", task) == ("dense", "all")  # below its crossover
         assert cells("nearsighted", task) == ("nearsighted", "-")
     assert cells(forced, "perplexity") == ("momo", "-")  # no step came
     assert cells(STOCK, "needle-noise") == ("-", "all")
+    read = {policy: told[policy, "kl"]["bytes"] for policy in (forced, covers, "gather")}
+    tokens, layers, heads, dim = 200, 2, 2, 64
+    whole = tokens * layers * heads * 2 * dim * 4  # keys and values in float32
+    pages = tokens // 16 * (2 * dim * 2) * layers * heads  # what a band's summaries take, scanned
+    assert read == {forced: 64 / tokens * whole + pages, covers: whole, "gather": whole}
+    assert shown["bytes a step"](told[covers, "kl"]) == "0.41 MB"
+    assert shown["bytes a step"](told[forced, "perplexity"]) == "-"
 
 
 def test_samples_of_before_have_rows_without_it(tiny, tokenizer, tmp_path):
