@@ -30,6 +30,9 @@ from attnplug.policies.sketch import Sketch
 # Tokens of a row from which on a token takes no longer than dense's if three drafts of six are
 # accepted, between measured 131,072 and 1,048,576 (bench/exact-steps-h200.json).
 CROSSOVER = {"cuda": 524288, "cpu": NEVER}
+# Tokens that a row of a batch pays for itself: eight rows of 131,072 tokens gained with three
+# drafts of four accepted, and eight of 65,536 lost with three of six (the same file).
+ROW_CROSSOVER = {"cuda": 65536, "cpu": NEVER}
 
 # Drafts a round with m="auto", at the most. A verification takes as long for fewer, and sketch's
 # ring has no more.
@@ -100,6 +103,9 @@ class Exact(DenseBelow):
 
     def measured_crossover(self, kind: str) -> int:
         return CROSSOVER[kind]
+
+    def measured_row_crossover(self, kind: str) -> int:
+        return ROW_CROSSOVER[kind]
 
     def refusal(self, shape: LayerShape) -> str | None:
         return super().refusal(shape) or self.drafter.refusal(shape)

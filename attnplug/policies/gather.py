@@ -187,8 +187,11 @@ class Gather(DenseBelow):
         return out
 
     def serves_few(self, call: AttentionCall) -> bool:
-        """The queries' picks may be as many times the keys of one query's: so must the cache be."""
-        if self.kv == "host" or not is_few(call) or self._own_layer(call) is None:
+        """Where `min_tokens` asks for it: no measured length speaks for it. The queries' picks may
+        be as many times the keys of one query's, and so must the cache be."""
+        if self.min_tokens is None or self.kv == "host" or not is_few(call):
+            return False
+        if self._own_layer(call) is None:
             return False
         return self.serves(len(call.q), call.k.shape[2] // call.q.shape[2], call.q.device)
 

@@ -108,9 +108,7 @@ class Momo(DenseBelow):
     min_tokens: int | None = None
 
     _text: ClassVar[str | None] = None  # of each policy its own; no option
-    _measured: ClassVar[
-        dict[str, int]
-    ] = {}  # the crossover by kind of device, of each policy its own
+    _measured: ClassVar[dict[str, int]] = {}  # its crossover by kind of device
     # Of this class alone: a subclass whose rows are cut and attended to as momo's says so again.
     rows_as_momo: ClassVar[bool] = True
 
@@ -158,10 +156,8 @@ class Momo(DenseBelow):
         known = vars(type(self)).get("rows_as_momo", False)
         plain = all(type(value) in LITERALS for value in vars(self).values())
         object.__setattr__(self, "_text", str(self) if known and plain else None)
-        # Every layer of every call asks for it.
-        object.__setattr__(
-            self, "_measured", {kind: self._pays_from(kind) for kind in ("cpu", "cuda")}
-        )
+        pays_from = {kind: self._pays_from(kind) for kind in CROSSOVER_FLOOR}
+        object.__setattr__(self, "_measured", pays_from)  # every layer of every call asks
 
     def measured_crossover(self, kind: str) -> int:
         return self._measured[kind]
@@ -179,14 +175,12 @@ class Momo(DenseBelow):
         equation 9 is 1 less this). It counts the listed blocks, the sink and the window. It also
         counts the tail and the dense rows of a correction, if there is one, both spread over all
         queries."""
-        dense = self.tail + (0 if self.delta is None else self._measured_queries(tokens))
-        listed = sum(span.queries(tokens) * span.top_k for span in self.spans()) / tokens
+        spans = self.spans()
+        measured = sum(span.queries(tokens) / span.gamma for span in spans)
+        dense = self.tail + (0 if self.delta is None else measured)
+        listed = sum(span.queries(tokens) * span.top_k for span in spans) / tokens
         read = self.block * (listed + self.sink) + self.window + dense
         return min(1.0, read / tokens)
-
-    def _measured_queries(self, tokens: int) -> float:
-        """How many of a prompt's queries are measured."""
-        return sum(span.queries(tokens) / span.gamma for span in self.spans())
 
     def spans(self, placed: bool = True) -> list[Span]:
         """What queries are measured by, as their place in the prompt has it. Not `placed`: by a
@@ -195,15 +189,11 @@ class Momo(DenseBelow):
         changes += [] if self.gamma else [FAR]
         begins = [0, *sorted(changes)]
         ends = [*begins[1:], None]
-        return [
-            Span(
-                begin,
-                end,
-                self._gamma(begin),
-                self._blocks(begin) if placed else self._most_blocks,
-            )
-            for begin, end in zip(begins, ends, strict=True)
-        ]
+        made = []
+        for begin, end in zip(begins, ends, strict=True):
+            blocks = self._blocks(begin) if placed else self._most_blocks
+            made.append(Span(begin, end, self._gamma(begin), blocks))
+        return made
 
     def _gamma(self, place: int) -> int:
         return self.gamma or (NEAR_GAMMA if place < FAR else FAR_GAMMA)
