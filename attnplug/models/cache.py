@@ -62,8 +62,7 @@ class PlugLayer(WatchedLayer):
     prefill_tokens: int = 0  # of the prefill that generate feeds in chunks now, all of them
     steps_are_prepared: bool = False  # generate is at its prompt: prepare_steps comes before a step
     layers_behind: int = 0  # full-attention layers of its device that come after it
-    # The first real key of each row [B] (int32), where generate's loop steps and some are hidden.
-    first_key: torch.Tensor | None = None
+    first_key: torch.Tensor | None = None  # of each row [B], while generate steps a padded batch
     round_part: str = ""  # "draft" or "verify" while generate decodes in rounds
     no_rounds: str = ""  # why it does not
 
@@ -103,8 +102,8 @@ class PlugLayer(WatchedLayer):
             return key_states.to(held), value_states.to(held)
         if key_states.dtype != held:
             raise UnsupportedCallError(
-                f"the cache holds {held} and got keys of {key_states.dtype}. Use a cache in "
-                "the precision that it began with: all of it inside torch.autocast, or none."
+                f"the cache holds {held} and got keys of {key_states.dtype}. Use a cache in the "
+                "precision that it began with: all of it inside torch.autocast, or none."
             )
         return key_states, value_states
 
@@ -337,8 +336,7 @@ class PlugLayer(WatchedLayer):
     def _initialize(
         self, key_states: torch.Tensor, value_states: torch.Tensor, zeros: MakeBuffers
     ) -> None:
-        """`lazy_initialization`, which would allocate on the device, with buffers that `zeros`
-        makes."""
+        """`lazy_initialization` with buffers that `zeros` makes; it would allocate on the device."""
         self.device = key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
