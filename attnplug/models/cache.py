@@ -336,7 +336,7 @@ class PlugLayer(WatchedLayer):
     def _initialize(
         self, key_states: torch.Tensor, value_states: torch.Tensor, zeros: MakeBuffers
     ) -> None:
-        """`lazy_initialization` with buffers that `zeros` makes; it would allocate on the device."""
+        """`lazy_initialization` with buffers of `zeros`, as it would allocate on the device."""
         self.device = key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
