@@ -75,15 +75,16 @@ class StepBuffers:
 
     def stepped(self) -> tuple[torch.Tensor | None, ...]:
         """Those that `decode_step` takes, in its order."""
-        *taken, _ = vars(self).values()
-        return tuple(taken)
+        return tuple(value for name, value in vars(self).items() if name != "first_key")
 
     def show(self, real: torch.Tensor) -> None:
         """Have the mask hide all keys but those of `real` `[B,T]` (bool), the sequence so far."""
         assert self.mask is not None and self.first_key is not None
         self.mask.fill_(False)
         self.mask[:, 0, 0, : real.shape[1]] = real
-        self.first_key.copy_(real.to(torch.uint8).argmax(-1))
+        # Of a row that is hidden whole, its first new token.
+        first = real.to(torch.uint8).argmax(-1)
+        self.first_key.copy_(torch.where(real.any(-1), first, real.shape[1]))
 
     @contextmanager
     def told_to(self, layers: Iterable[Any]) -> Iterator[None]:

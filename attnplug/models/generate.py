@@ -244,7 +244,7 @@ def _prefill(
     try:
         with prompt_kernels(model, input_ids, config, model_kwargs):
             outputs = stock(model, input_ids, config, model_kwargs, **options)
-        if generation_config.max_new_tokens != 1:  # else no step comes
+        if generation_config.max_length != input_ids.shape[1] + 1:  # else no step comes
             note_steps(vars(model)[BOUND], cache)
         return outputs
     finally:

@@ -291,7 +291,7 @@ class Rounds:
                 tokens[:, :1].copy_(self.buffers.token)
                 drafted = 0
                 if self.unread is not None:
-                    self._draft(drafted, options)
+                    self._draft(0, options)
                     drafted = 1
                     self._read()
                     if not self.going:
@@ -330,7 +330,8 @@ class Rounds:
 
     def _goes_ahead(self) -> bool:
         """Whether the next round begins before the host knows what this one has come to: no row can
-        end by its length, no holes are to be closed, and no layer and no sample wants the host."""
+        end by its length, no holes are to be closed, and no layer and no sample wants the host. So
+        sketch never goes ahead, whose ring could not take back a draft more than a round's."""
         call, fed = self.call, self.most + 1
         longest = max(self.lengths[row] for row in self.going)
         roomy = self.buffers.mask is None or self.held + fed <= self.room

@@ -74,8 +74,8 @@ class MeasuredMomo(Momo):
     rows_as_momo: ClassVar[bool] = True
     least_tokens: ClassVar[int] = MEASURED_TOKENS
 
-    def _pays_from(self, kind: str) -> int:
-        return max(MEASURED_TOKENS, super()._pays_from(kind))
+    def measured_crossover(self, kind: str) -> int:
+        return max(MEASURED_TOKENS, super().measured_crossover(kind))
 
 
 @dataclasses.dataclass(frozen=True)

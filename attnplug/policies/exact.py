@@ -34,8 +34,8 @@ CROSSOVER = {"cuda": 524288, "cpu": NEVER}
 # drafts of four accepted, and eight of 65,536 lost with three of six (the same file).
 ROW_CROSSOVER = {"cuda": 65536, "cpu": NEVER}
 
-# Drafts a round with m="auto", at the most. A verification takes as long for fewer, and sketch's
-# ring has no more.
+# Drafts a round with m="auto", at the most: as many as sketch's ring can take back. A verification
+# is fed that many and one in any case, and takes as long for fewer.
 AUTO_MOST = SPARE
 
 # What may draft: its cache layer takes tokens back on the device, and nothing else remembers them.

@@ -12,6 +12,7 @@ Decode is another phase's business.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -108,7 +109,6 @@ class Momo(DenseBelow):
     min_tokens: int | None = None
 
     _text: ClassVar[str | None] = None  # of each policy its own; no option
-    _measured: ClassVar[dict[str, int]] = {}  # its crossover by kind of device
     # Of this class alone: a subclass whose rows are cut and attended to as momo's says so again.
     rows_as_momo: ClassVar[bool] = True
 
@@ -156,19 +156,9 @@ class Momo(DenseBelow):
         known = vars(type(self)).get("rows_as_momo", False)
         plain = all(type(value) in LITERALS for value in vars(self).values())
         object.__setattr__(self, "_text", str(self) if known and plain else None)
-        pays_from = {kind: self._pays_from(kind) for kind in CROSSOVER_FLOOR}
-        object.__setattr__(self, "_measured", pays_from)  # every layer of every call asks
 
     def measured_crossover(self, kind: str) -> int:
-        return self._measured[kind]
-
-    def _pays_from(self, kind: str) -> int:
-        near = self._crossover(kind, self._blocks(0))  # a longer prompt has queries of both budgets
-        return near if near <= NEAR else self._crossover(kind, self._blocks(NEAR))
-
-    def _crossover(self, kind: str, blocks: int) -> int:
-        """That of queries which all list so many blocks."""
-        return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR[kind] * blocks * self.block)
+        return _pays_from(kind, self._blocks(0), self._blocks(NEAR), self.block)
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
@@ -240,7 +230,7 @@ class Momo(DenseBelow):
         if self.min_tokens is not None or self.top_k is not None:
             return self.crossover(call.q.device)
         kind = "cpu" if call.q.device.type == "cpu" else "cuda"
-        return self._crossover(kind, self._most_blocks)
+        return _pays_from(kind, self._most_blocks, self._most_blocks, self.block)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries, width = call.q.shape[2:]
@@ -445,6 +435,15 @@ class Momo(DenseBelow):
         anyway, as block_sparse_attention counts it."""
         position = query_positions(call, self.query_block)
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
+
+
+@functools.cache  # every layer of every call asks
+def _pays_from(kind: str, near: int, far: int, block: int) -> int:
+    """The crossover of queries which list so many blocks: `near` those of short prompts, `far` the
+    others, of which longer prompts have some."""
+    factor, floor = CROSSOVER_FACTOR[kind], CROSSOVER_FLOOR[kind]
+    short = max(floor, factor * near * block)
+    return short if short <= NEAR else max(floor, factor * far * block)
 
 
 METHODS[Momo.name] = Momo

@@ -152,11 +152,12 @@ def test_layers_that_keep_more_are_not_lent(device, caches):
     assert not any(is_lent(caches[0]))
 
 
-def test_report_tells_of_no_step_where_none_came(device, caches):
+@pytest.mark.parametrize("one_token", [{}, {"max_new_tokens": None, "max_length": 41}])
+def test_report_tells_of_no_step_where_none_came(device, caches, one_token):
     model = attnplug.apply(tiny_model(device=device), SKETCH)
     answer(model, max_new_tokens=2)
     with_steps = attnplug.report(model).last
-    answer(model)
+    answer(model, **one_token)
     assert [is_lent(cache)[0] for cache in caches] == [False, False]
     for one, other in zip(with_steps, attnplug.report(model).last, strict=True):
         assert one.prefill == other.prefill == "dense"

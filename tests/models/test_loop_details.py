@@ -21,6 +21,20 @@ def test_prompts_of_int32_come_back_as_stock_has_them():
     assert found.dtype == wanted.dtype == torch.int64 and torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("policy", ["gvr(k=8, sink=8, window=8, min_tokens=0)", "dense"])
+def test_a_row_that_is_hidden_whole_begins_with_its_first_new_token(policy):
+    """And not with the first slot: its sink is of tokens that it shows."""
+    model = tiny_model()
+    for weight in model.parameters():
+        weight.data *= 3 if weight.dim() > 1 else 1  # so that what is read decides
+    ids = torch.randint(3, 60, (2, 100), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0] = 0
+    options = dict(attention_mask=mask, max_new_tokens=22, do_sample=False)
+    wanted = model.generate(ids, **options)[0]
+    assert torch.equal(attnplug.apply(model, policy).generate(ids, **options)[0], wanted)
+
+
 def test_what_another_thread_says_of_its_call_changes_no_other(monkeypatch):
     model = attnplug.apply(tiny_model(), GATHER)
     ids = torch.arange(3, 60)[None]
