@@ -2,6 +2,7 @@
 module's forward, nobody else may have changed what that does."""
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -35,6 +36,16 @@ def _is_transparent(wrapper: Any) -> bool:
 def names_of(kind: type) -> dict[str, Any]:
     """The names that the forward of a class looks up: those of the file that it is written in."""
     return getattr(own_code(kind.forward), "__globals__", {})
+
+
+def eager_function(module: torch.nn.Module) -> Any:
+    """The eager attention of a module: of the file of its class, or of one that this is derived
+    from."""
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise UnsupportedCallError(f"there is no eager attention for a {type(module).__name__}")
 
 
 def why_replaced(module: torch.nn.Module, *methods: str) -> str:

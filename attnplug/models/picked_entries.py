@@ -113,6 +113,8 @@ def why_not_entries(module: Any) -> str:
             return f"{kind.__name__} computes in a way that attnplug does not know"
         if has_moving_rope(getattr(part, "rotary_emb", part)):
             return f"the rotary embedding of {kind.__name__} depends on the longest position"
+    if compressor is not None and why_watched(compressor):  # hooks would see picks, not a mask
+        return why_watched(compressor)
     if module.head_dim > WIDEST_LATENT:
         return f"keys of {module.head_dim} channels are wider than attnplug's kernels"
     if indexer is None:
@@ -284,6 +286,7 @@ def attend_entries(
     rows, queries, held = len(q), q.shape[2], _hold(module, kv, cache)
     entries, picks = kv[:, :, :0], None
     if module.compressor is not None:
+        refuse_watched(module.compressor)
         told = hidden_states, q_residual, position_ids, cache, module.layer_idx
         entries, picks = module.compressor(*told)
     length = getattr(held.layer, "cumulative_length", queries)
