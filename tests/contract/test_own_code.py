@@ -10,9 +10,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import accelerate
 import pytest
 import torch
+from accelerate.hooks import attach_execution_device_hook
 from every_family import KINDS
 from indexed_cases import V4
 from indexed_cases import models as picking_models
@@ -264,7 +264,7 @@ def test_hooks_of_accelerate_stay(model):
     """As a device map puts them in front of each module."""
     ids, policy = ids_of(2, 40), policy_of(model)
     wanted = new_tokens(model, ids)
-    accelerate.hooks.attach_execution_device_hook(model, "cpu")
+    attach_execution_device_hook(model, "cpu")
     parts = [m for m in model.modules() if hasattr(m, "_hf_hook")]
     before = [(m.forward, m._old_forward) for m in parts]
     attnplug.apply(model, policy)
@@ -337,7 +337,8 @@ def test_whose_wrappers_are_looked_through():
     renamed = transformers_wrapper(mine)
     assert own_code(renamed) is mine
     assert own_code(transformers_wrapper(otherwise(mine))).__code__ is otherwise(mine).__code__
-    assert body_of(own_code(otherwise(mine)))[1] != body_of(mine)[1]
+    wrapper, plain = body_of(own_code(otherwise(mine))), body_of(mine)
+    assert wrapper is not None and plain is not None and wrapper[1] != plain[1]
     assert body_of(functools.wraps(mine)(lambda x: -x)) is None
     kind = type("Mine", (torch.nn.Module,), {"forward": renamed})
     assert names_of(kind) is globals()
