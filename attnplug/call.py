@@ -48,8 +48,9 @@ class PickedCompressed(NamedTuple):
 
 
 class EntrySizes(NamedTuple):
-    """What a layer reads beside other tokens' keys: a `window` of tokens, and an entry for each
-    `rate` tokens, 0: none, by keys of `index_width` channels, 0: all."""
+    """What the cache of a layer with windows and compressed entries keeps: the last `window`
+    tokens, an entry of each `rate` tokens (0: it has no entries), and of each entry a key of
+    `index_width` channels, by which an indexer picks (0: a query reads all that it sees)."""
 
     window: int
     rate: int
@@ -173,8 +174,9 @@ class LatentCall:
 
     q is `[B,Hq,S,Dk+P]`: the part that meets the latents' keys, then the rotated one. latents are
     `[B,T,R]` and rope `[B,T,P]`, one for all heads. up `[Hq,Dk+Dv,R]` makes a head's keys and
-    values of a latent, and is `[0]` where the latents are these. picks `[B,S,K]` int32 are the
-    tokens that each query reads, -1 for none, or None where it reads all that it sees. sinks
+    values of a latent, and is empty, `[0]`, where a latent is both key and value of every head.
+    picks `[B,S,K]` int32 are the tokens that each query reads, -1 for none, `PickedEntries` where
+    latents are entries and a window, or None where it reads all that it sees. sinks
     `[Hq]`, lengths `[1]` and key_mask `[B,T]` are as in `AttentionCall`. A method returns
     `[B,S,Hq,Dv]`, and leaves its name in `served_by`.
     """

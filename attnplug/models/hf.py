@@ -7,7 +7,6 @@ bool for one, whose row it is. Everything else (sliding windows, packed sequence
 stays transformers' 4-dimensional mask, and layers that get one run the model's own attention.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
 from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
+from attnplug.models.own_code import eager_function
 from attnplug.models.sync import may_sync
 from attnplug.models.walk import all_modules
 
@@ -100,7 +100,7 @@ def register_names() -> None:
 
 def stock_function(module: torch.nn.Module, stock: str) -> Any:
     """The model's own dense attention, "sdpa" or "eager"."""
-    return sdpa_attention_forward if stock == "sdpa" else _eager_function(module)
+    return sdpa_attention_forward if stock == "sdpa" else eager_function(module)
 
 
 def plug_mask(
@@ -372,7 +372,7 @@ def stock_attention(
         mask = torch.ones(queries, call.k.shape[2], dtype=torch.bool, device=call.q.device).tril()[
             None, None
         ]
-    out, _ = _eager_function(module)(
+    out, _ = eager_function(module)(
         module,
         call.q,
         call.k,
@@ -430,10 +430,6 @@ def _pays_in_bands(
         return False
     square = mask.shape[-2:] == (q.shape[2], k.shape[2]) and q.shape[2] == k.shape[2]
     return square and q.shape[2] > 2 * max(BAND, window)
-
-
-def _eager_function(module: torch.nn.Module) -> Any:
-    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -27,7 +27,8 @@ from attnplug.models.hf import (
     refuse_options,
     stock_function,
 )
-from attnplug.models.instance_method import put_method
+from attnplug.models.instance_method import put_forward, put_method, take_methods
+from attnplug.models.known_latents import expands_as_known
 from attnplug.models.latents import (
     attend_latents,
     bind_latents,
@@ -35,8 +36,10 @@ from attnplug.models.latents import (
     unbind_latents,
     up_of,
     why_not_expanded,
+    why_not_weight,
 )
 from attnplug.models.names import CACHE_ARGUMENTS, INDEXED_NAME
+from attnplug.models.own_code import own_code, why_replaced
 from attnplug.models.picked_blocks import (
     attend_blocks,
     pick_blocks,
@@ -64,7 +67,7 @@ from attnplug.models.picked_pools import (
     unbind_pools,
     why_not_pools,
 )
-from attnplug.models.rewritten import Forward, body_of, rewritten
+from attnplug.models.rewritten import Forward, body_of, changed_after_apply, rewritten
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
 
@@ -80,7 +83,7 @@ else:
 topk = min(self.index_topk, index_scores.shape[-1])
 return index_scores.topk(topk, dim=-1).indices.to(torch.int32)"""
 PICK_METHOD = "_attnplug_pick_tokens"  # of an indexer
-PICKING: dict[type[torch.nn.Module], Forward] = {}  # of an indexer's class: its forward, with ours
+PICKING: dict[Any, Forward] = {}  # by the forward of an indexer's class: the same with our end
 
 
 def why_not_indexed(module: Any) -> str:
@@ -96,24 +99,27 @@ def why_not_indexed(module: Any) -> str:
         return why_not_entries(module)
     if not has_latents(module):
         return f"{kind} picks tokens, but not for attention over latents"
-    unexpanded = why_not_expanded(module)
+    if not expands_as_known(type(module)):
+        return f"{kind} expands its latents in a way that attnplug does not know"
+    unexpanded = why_not_expanded(module) or why_not_weight(module.kv_b_proj)
     if unexpanded:
         return unexpanded
     indexer = getattr(module, "indexer", None)
     if indexer is not None and picking_forward(type(indexer)) is None:
         return f"{type(indexer).__name__} picks in a way that attnplug does not know"
-    return "" if indexer is None else why_not_width(indexer.head_dim)
+    return "" if indexer is None else why_replaced(indexer) or why_not_width(indexer.head_dim)
 
 
 def picking_forward(kind: type[torch.nn.Module]) -> Forward | None:
     """The forward of an indexer's class, but from the scores on `pick_tokens`; None where the
     class's own ends otherwise."""
-    if kind not in PICKING:
-        made = _with_our_end(inspect.unwrap(kind.forward))
+    own = kind.forward
+    if own not in PICKING:
+        made = _with_our_end(own_code(own))
         if made is None:
             return None
-        PICKING[kind] = made
-    return PICKING[kind]
+        PICKING[own] = made
+    return PICKING[own]
 
 
 def _with_our_end(forward: Any) -> Forward | None:
@@ -142,7 +148,7 @@ def bind_indexed(module: torch.nn.Module) -> None:
         bind_pools(module)
         return
     if picks_blocks(module):
-        put_method(module.indexer, "forward", pick_blocks)  # pyright: ignore[reportArgumentType]
+        put_forward(module.indexer, pick_blocks)
         return
     if picks_compressed(module):
         bind_compressed(module)
@@ -153,7 +159,7 @@ def bind_indexed(module: torch.nn.Module) -> None:
     bind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
-        put_method(indexer, "forward", _indexer_forward)
+        put_forward(indexer, _indexer_forward)
         put_method(indexer, PICK_METHOD, pick_tokens)
 
 
@@ -171,13 +177,14 @@ def unbind_indexed(module: torch.nn.Module) -> None:
     unbind_latents(module)
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
-        for name in ("forward", PICK_METHOD):
-            vars(indexer).pop(name, None)
+        take_methods(indexer, PICK_METHOD)
 
 
 def _indexer_forward(indexer: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    made = PICKING.get(type(indexer)) or picking_forward(type(indexer))  # None: read from a file
-    assert made is not None  # bind_indexed was told that it can be served
+    kind = type(indexer)
+    made = PICKING.get(kind.forward) or picking_forward(kind)  # not there: read from a file
+    if made is None:
+        raise changed_after_apply(indexer)
     with torch.no_grad():
         return made(indexer, *args, **kwargs)
 

@@ -28,3 +28,26 @@ class InstanceMethod:
 def put_method(model: Any, name: str, function: Callable[..., Any]) -> None:
     """Have `model.name(...)` call `function(model, ...)`, on this instance only."""
     vars(model)[name] = InstanceMethod(function, model, name)
+
+
+def is_put(model: Any, name: str) -> bool:
+    """Whether `put_method` has put this method, and nobody has put another one since."""
+    return isinstance(vars(model).get(name), InstanceMethod)
+
+
+def slot_of(module: Any) -> str:
+    """Where a module keeps its forward: accelerate's hooks put their own in front of it."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+
+
+def put_forward(module: Any, function: Callable[..., Any]) -> None:
+    """Have a module's forward be `function`, behind accelerate's hooks."""
+    vars(module)[slot_of(module)] = InstanceMethod(function, module, "forward")
+
+
+def take_methods(module: Any, *names: str) -> None:
+    """Undo `put_forward`, and `put_method` of these names."""
+    for name in (slot_of(module), *names):
+        vars(module).pop(name, None)
+    if hasattr(module, "_hf_hook"):
+        module._old_forward = MethodType(type(module).forward, module)

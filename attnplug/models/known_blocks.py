@@ -67,7 +67,7 @@ def build_block_mask(
     device: torch.device,
     position_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     batch, n_idx_heads, q_len, _ = block_indices.shape
     num_key_blocks = -(-key_length // self.block_size)
 

@@ -1,14 +1,15 @@
 """What kernels of a layer stand in for: the code that Llama and Gemma have in transformers, and
 most families after them. A module's code is compared with it instruction for instruction, so that
-it is written here as it is there. transformers' own functions would not do: a user who replaces
-them, for all models of a process, would change both sides of the comparison.
+it is written here as it is written there. transformers' own functions would not do: a user who
+replaces them, for all models of a process, would change both sides of the comparison.
 """
 
-import inspect
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+
+from attnplug.models.own_code import own_code
 
 
 def same_code(function: Any, other: Any) -> bool:
@@ -21,7 +22,7 @@ def same_code(function: Any, other: Any) -> bool:
 def _code(function: Any) -> tuple[Any, ...] | None:
     """What a function does, without its name, place and annotations; None of what is no function
     of Python."""
-    inner = inspect.unwrap(function) if callable(function) else None
+    inner = own_code(function)
     if not isinstance(inner, FunctionType):
         return None
     code: CodeType = inner.__code__
@@ -53,14 +54,14 @@ def llama_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
 def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)

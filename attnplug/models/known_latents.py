@@ -3,17 +3,16 @@ instruction for instruction (see known_code.py), and the end of a forward, state
 as ast.unparse writes it. Before that end families differ: in norms, rotary embeddings and gates.
 """
 
-import ast
 import functools
-import inspect
 import re
-import textwrap
 from typing import Any
 
 import torch
 
 from attnplug.models.known_code import same_code
 from attnplug.models.names import CACHE
+from attnplug.models.own_code import own_code
+from attnplug.models.rewritten import body_of
 
 UPDATE = (
     f"if {CACHE} is not None:\n"
@@ -31,7 +30,7 @@ BETWEEN = "query_states = ", "attention_interface: Callable = "  # where such st
 def expand_kv(
     self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     batch_size, _, seq_length, _ = kv_nope.shape
     key_shape = (batch_size, seq_length, -1, self.qk_nope_head_dim + self.v_head_dim)
 
@@ -52,17 +51,18 @@ def expands_as_known(kind: type[torch.nn.Module]) -> bool:
     return same_code(getattr(kind, "expand_kv", None), expand_kv)
 
 
-@functools.cache
 def ends_as_known(kind: type[torch.nn.Module]) -> bool:
     """Whether the forward of an attention class updates the cache with latents, and uses what
     `expand_kv` makes of them for a plain call of its attention function and nothing else."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-    except OSError:  # a module without its source
+    return _ends_as_known(own_code(kind.forward))
+
+
+@functools.cache
+def _ends_as_known(forward: Any) -> bool:
+    found = body_of(forward)
+    if found is None:
         return False
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    texts = [ast.unparse(statement) for statement in function.body]
+    texts = found[1]
     expands = [(i, found[1]) for i, text in enumerate(texts) if (found := EXPAND.fullmatch(text))]
     calls = [i for i, text in enumerate(texts) if CALL.fullmatch(text)]
     if len(expands) != 1 or len(calls) != 1:

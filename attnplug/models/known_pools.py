@@ -4,10 +4,7 @@ instruction (see known_code.py), and the end of its attention's forward statemen
 indexer that picks otherwise is left to the model.
 """
 
-import ast
 import functools
-import inspect
-import textwrap
 from typing import Any
 
 import torch
@@ -15,6 +12,8 @@ from torch.nn import functional as F
 
 from attnplug.models.known_code import same_code
 from attnplug.models.names import CACHE
+from attnplug.models.own_code import own_code
+from attnplug.models.rewritten import body_of
 
 END = f"""if {CACHE} is not None:
     k_pass, k_rot = {CACHE}.update(k_pass, k_rot, self.layer_idx, kwargs=kwargs)
@@ -39,29 +38,31 @@ attn_output = self.o_proj(attn_output)
 return (attn_output, attn_weights, topk_indices if self.next_skip_topk else None)"""
 
 
+PICKS = "get_visible_tokens", "get_pooled_states", "append_visible_tail"  # what `forward` calls
+
+
 def picks_as_known(kind: type[torch.nn.Module]) -> bool:
     """Whether an indexer's class picks pools as below."""
     known = forward, get_visible_tokens, get_pooled_states, append_visible_tail
     return all(same_code(getattr(kind, each.__name__, None), each) for each in known)
 
 
-@functools.cache
 def reads_as_known(kind: type[torch.nn.Module]) -> bool:
     """Whether an attention class makes a mask of the picks as below, and nothing else."""
     made = getattr(kind, "build_attention_mask_from_topk", None)
-    if not same_code(made, build_attention_mask_from_topk):
-        return False
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-    except OSError:  # a module without its source
-        return False
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    return "\n".join(map(ast.unparse, function.body)).endswith(f"\n{END}")
+    return same_code(made, build_attention_mask_from_topk) and _ends_as_known(
+        own_code(kind.forward)
+    )
+
+
+@functools.cache
+def _ends_as_known(forward: Any) -> bool:
+    found = body_of(forward)
+    return found is not None and "\n".join(found[1]).endswith(f"\n{END}")
 
 
 def forward(self: Any, hidden_states: Any, q_resid: Any, attention_mask: Any, cache: Any) -> Any:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     batch_size, seq_len = hidden_states.shape[:2]
     hidden_shape = (batch_size, seq_len, -1, self.head_dim)
     q = self.wq_b(q_resid).view(hidden_shape)
@@ -113,7 +114,7 @@ def forward(self: Any, hidden_states: Any, q_resid: Any, attention_mask: Any, ca
 
 
 def get_visible_tokens(self: Any, valid_keys: Any, q_length: Any, current_length: Any) -> Any:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     device = valid_keys.device
     kv_positions = torch.arange(valid_keys.shape[-1], device=device)
     q_positions = current_length - q_length + torch.arange(q_length, device=device)
@@ -122,7 +123,7 @@ def get_visible_tokens(self: Any, valid_keys: Any, q_length: Any, current_length
 
 
 def get_pooled_states(self: Any, packed_states: Any) -> Any:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     keys, gate_scores, valid_keys = torch.split(
         packed_states, [self.head_dim, self.head_dim, 1], dim=-1
     )
@@ -155,7 +156,7 @@ def get_pooled_states(self: Any, packed_states: Any) -> Any:
 
 
 def append_visible_tail(self: Any, topk_indices: Any, token_visible: Any, key_valid: Any) -> Any:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     if (max_tail_width := (self.index_kpool - 1)) == 0:
         return topk_indices
     batch_size, _, kv_length = token_visible.shape
@@ -180,7 +181,7 @@ def append_visible_tail(self: Any, topk_indices: Any, token_visible: Any, key_va
 def build_attention_mask_from_topk(
     self: Any, topk_indices: Any, query_states: Any, kv_length: Any
 ) -> Any:
-    """As there, which has a docstring."""
+    """As in transformers, where it has a docstring."""
     topk_valid = topk_indices.ge(0) & topk_indices.lt(kv_length)
     safe_indices = topk_indices.clamp(0, kv_length - 1)
     selected_counts = torch.zeros(

@@ -26,9 +26,10 @@ from attnplug.models.hf import (
     stock_attention,
     valid_part,
 )
-from attnplug.models.instance_method import put_method
+from attnplug.models.instance_method import is_put, put_method
 from attnplug.models.known_latents import ends_as_known, expands_as_known
 from attnplug.models.names import LATENT_NAME
+from attnplug.models.own_code import why_method_replaced, why_watched
 from attnplug.models.user_hooks import is_hooked
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.latent.latent_attention import WIDEST_LATENT, WIDEST_ROPE
@@ -53,7 +54,14 @@ def why_not_expanded(module: Any) -> str:
     widths = module.kv_lora_rank, module.qk_rope_head_dim
     if widths[0] > WIDEST_LATENT or widths[1] > WIDEST_ROPE:
         return f"latents of {widths[0]} and {widths[1]} channels are wider than attnplug's kernels"
-    return ""
+    return why_method_replaced(module, EXPAND)
+
+
+def why_not_weight(projection: torch.nn.Module) -> str:
+    """Why a projection must be called, and not be read by its weight; "" where it need not."""
+    if is_hooked(projection):
+        return HOOKED
+    return "somebody has replaced the forward of kv_b_proj" if why_watched(projection) else ""
 
 
 def why_not_latents(module: Any) -> str:
@@ -111,7 +119,7 @@ def attend_latents(
     keys and values, for `plug_attention`. Returns `[B,S,Hq,Dv]` and no weights."""
     binding, state = binding_of(module), attnplug_state
     options: dict[str, Any] = {"s_aux": s_aux, "attnplug_state": state, **kwargs}
-    if binding is None or binding.policy is None or EXPAND not in vars(module):
+    if binding is None or binding.policy is None or not is_put(module, EXPAND):
         options |= {"attnplug_fresh": attnplug_fresh}
         return plug_attention(
             module, query, key, value, attention_mask, dropout, scaling, **options
@@ -132,7 +140,7 @@ def attend_latents(
     if state is None and compact and not is_exotic(kwargs):
         refuse_unknown_keys(module, query, key)
     why = "" if compact and not is_exotic(kwargs) else "the call has a mask of its own"
-    why = why or (HOOKED if is_hooked(module.kv_b_proj) else "")  # pyright: ignore[reportArgumentType]
+    why = why or why_not_weight(module.kv_b_proj)  # pyright: ignore[reportArgumentType]
     if why:
         binding.note_served(query.shape[2], Served(binding.stock, why))
         call.k, call.v = type(module).expand_kv(module, key, value)  # pyright: ignore[reportAttributeAccessIssue]
@@ -163,8 +171,9 @@ def up_of(module: Any, heads: int) -> torch.Tensor:
             f"kv_b_proj became a {type(projection).__name__} after apply, and its latents are read "
             "by its weight: call attnplug.remove(model) and apply again."
         )
-    if is_hooked(projection):
-        raise UnsupportedCallError(f"{HOOKED}, and its latents are read by its weight: take it off")
+    why = why_not_weight(projection) or why_method_replaced(module, EXPAND)
+    if why:
+        raise UnsupportedCallError(f"{why}, and its latents are read by its weight: take it off")
     return projection.weight.view(heads, -1, projection.weight.shape[1])
 
 

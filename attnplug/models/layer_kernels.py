@@ -8,7 +8,6 @@ within `on`, so that hooks run, adapters multiply, and nothing is left behind. T
 the model's own code where torch traces it, records gradients, or brings tensors of another kind.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from transformers.activations import ACT2FN
 
 from attnplug.models import known_code
 from attnplug.models.known_code import same_code
+from attnplug.models.own_code import names_of, own_code
 from attnplug.models.walk import all_modules
 from attnplug.ops.common.triton import INSTALLED
 from attnplug.ops.layer import gated, rms_norm, rotate
@@ -122,7 +122,7 @@ class LayerKernels:
         """An attention's forward whose rotary embedding is the kernel: the same code, with the
         names of its file as they are now but for that one. The same object while they are, as
         dynamo guards what it compiles by it."""
-        own: Any = inspect.unwrap(attention.forward)
+        own: Any = own_code(attention.forward)
         names: dict[str, Any] = own.__globals__
         made = self.turned.get(own)
         used = [name for name in own.__code__.co_names if name != ROTATE]
@@ -185,7 +185,7 @@ def _gates(kind: type) -> bool:
 
 def _rotates(kind: type) -> bool:
     """Whether an attention's forward rotates by the known functions."""
-    inner = inspect.unwrap(kind.forward)
+    inner = own_code(kind.forward)
     if not isinstance(inner, FunctionType) or ROTATE not in inner.__code__.co_names:
         return False
     names = inner.__globals__
@@ -195,7 +195,7 @@ def _rotates(kind: type) -> bool:
 
 def _pieces(kind: type) -> tuple[Any, ...]:
     """The functions of a class, and of its file, by which it is known."""
-    names = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    names = names_of(kind)
     return kind.forward, getattr(kind, "_norm", None), names.get(ROTATE), names.get(HALF)
 
 

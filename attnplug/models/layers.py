@@ -22,6 +22,7 @@ from attnplug.ops.common.checks import DTYPES, WIDE_HEAD_DIMS, why_not_width
 
 # Of Zamba's shared blocks, HRM's cycles and Dory's loops: where in the cache to put keys.
 SLOT_ARGUMENTS = ("layer_idx", "cycle_offset", "cache_offset")
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # which the files of attention layers have
 INDEXED = "indexed"  # the kind of a layer whose model picks the tokens that it reads
 PICKING_KINDS = (INDEXED, "minimax_m3_sparse")  # as configs call it
 IMPLEMENTATION = "_attn_implementation"  # of a config: what apply changes in those of served layers
@@ -74,17 +75,22 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         raise UnsupportedModelError(
             f"{family} is an encoder-decoder; attnplug serves decoder-only models."
         )
-    found = [
-        _describe(name, module, model)
-        for name, module in model.named_modules()
-        if _is_attention(module)
-    ]
-    if not found:
+    modules = [(name, each) for name, each in model.named_modules() if _is_attention(each)]
+    foreign = [module for _, module in modules if _has_foreign_forward(module)]
+    if len(foreign) == len(modules):
         raise UnsupportedModelError(
             f"{family}: no attention layer goes through transformers' attention interface "
             "(AttentionInterface), so no policy can reach it. Models such as Llama, Qwen, Mistral, "
             "Gemma, Phi, OLMo, Granite and gpt-oss do."
         )
+    found = [_describe(name, module, model) for name, module in modules]
+    for module in foreign:
+        why = (
+            f"{type(module).__name__} has a forward of its own that goes around transformers' "
+            "attention interface, and reads the config that this layer shares"
+        )
+        config = _config(module)
+        found = [replace(x, reason=x.reason or why) if x.config is config else x for x in found]
     indexed = {type(x.module) for x in found if x.shape.indexed}  # which ask of their picks alone
     others = (x.module for x in found if type(x.module) not in indexed)
     asking = next((type(module).__name__ for module in others if asks_for_sdpa(module)), "")
@@ -94,6 +100,17 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         )
         found = [replace(layer, reason=layer.reason or why) for layer in found]
     return sorted(found, key=lambda layer: layer.index)
+
+
+def _uses_interface(kind: type) -> bool:
+    return hasattr(sys.modules.get(kind.__module__), INTERFACE)
+
+
+def _has_foreign_forward(module: torch.nn.Module) -> bool:
+    """Whether an attention's class has its forward from a file without the attention interface,
+    such as a user's subclass: nobody knows what of the config, masks and caches that reads."""
+    kinds = type(module).__mro__
+    return not _uses_interface(next(kind for kind in kinds if "forward" in vars(kind)))
 
 
 def asks_for_sdpa(module: torch.nn.Module) -> bool:
@@ -106,8 +123,16 @@ def asks_for_sdpa(module: torch.nn.Module) -> bool:
 @functools.cache
 def _asks_for_sdpa(kind: type[torch.nn.Module]) -> bool:
     own = (base for base in kind.__mro__ if base not in torch.nn.Module.__mro__)
-    functions = (each for base in own for each in vars(base).values() if inspect.isfunction(each))
-    return any(_asks(inspect.unwrap(function).__code__) for function in functions)
+    functions = [each for base in own for each in vars(base).values() if inspect.isfunction(each)]
+    codes = (getattr(x, "__code__", None) for each in functions for x in _wrapped(each))
+    return any(_asks(code) for code in codes if code is not None)
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """A function and all that it wraps, each of which may ask."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _asks(code: CodeType) -> bool:
@@ -117,11 +142,10 @@ def _asks(code: CodeType) -> bool:
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    source = sys.modules[type(module).__module__]
     return (
         isinstance(getattr(module, "layer_idx", None), int)
         and hasattr(module, "is_causal")
-        and hasattr(source, "ALL_ATTENTION_FUNCTIONS")
+        and any(map(_uses_interface, type(module).__mro__))
     )
 
 

@@ -12,7 +12,6 @@ left without a key that it sees: the mask hides all keys alike then, and softmax
 the same weight. So it is here.
 """
 
-import inspect
 import sys
 from typing import Any
 
@@ -23,11 +22,13 @@ from attnplug.errors import UnsupportedCallError
 from attnplug.models import known_blocks
 from attnplug.models.hf import Binding, as_autocast, stock_function
 from attnplug.models.known_code import same_code
+from attnplug.models.own_code import names_of, own_code, why_replaced
 from attnplug.ops import block_maxima
 from attnplug.ops.common.checks import BLOCKS, why_not_width
 from attnplug.ops.common.sizes import cdiv
 
 WORKSPACE = 64 << 20  # bytes of the blocks' scores at a time
+ROTATE = "apply_rotary_pos_emb"  # of the file of an indexer
 PICKS = "block_indices"  # by which name an attention function is handed the picks
 
 
@@ -40,9 +41,15 @@ def why_not_blocks(module: Any) -> str:
     """Why the picks of such a module cannot be served; "" where they can."""
     indexer, kind = module.indexer, type(module.indexer)
     known = same_code(kind.forward, known_blocks.forward)
-    if not (known and same_code(kind.build_block_mask, known_blocks.build_block_mask)):
+    known = known and same_code(kind.build_block_mask, known_blocks.build_block_mask)
+    rotate = getattr(sys.modules.get(kind.__module__), ROTATE, None)  # that `pick_blocks` calls
+    if not known or rotate is not names_of(kind).get(ROTATE):
         return f"{kind.__name__} picks in a way that attnplug does not know"
-    constants = inspect.unwrap(type(module).forward).__code__.co_consts
+    replaced = why_replaced(indexer, "build_block_mask")
+    if replaced:
+        return replaced
+    code = getattr(own_code(type(module).forward), "__code__", None)
+    constants = () if code is None else code.co_consts
     if not any(isinstance(each, tuple) and PICKS in each for each in constants):
         return f"{type(module).__name__} does not hand its picks to its attention function"
     heads_kv = module.config.num_key_value_heads

@@ -25,10 +25,11 @@ from attnplug.call import AttentionCall, PickedCompressed, Served
 from attnplug.models import known_compressed
 from attnplug.models.compact import is_compact, key_mask, lengths_of
 from attnplug.models.hf import Binding, as_autocast
-from attnplug.models.instance_method import put_method
+from attnplug.models.instance_method import put_forward, put_method, take_methods
 from attnplug.models.known_code import gemma_norm, rotate_half, same_code
 from attnplug.models.names import CACHE_ARGUMENTS
-from attnplug.models.rewritten import Forward, body_of, rewritten
+from attnplug.models.own_code import own_code, refuse_watched, why_replaced, why_watched
+from attnplug.models.rewritten import Forward, body_of, changed_after_apply, rewritten
 from attnplug.models.walk import MOVING_ROPE
 from attnplug.ops import index_topk, pool_keys
 from attnplug.ops.common.checks import why_not_width
@@ -46,7 +47,7 @@ torch.finfo(attention_mask.dtype).min)"""
 OURS = f"""attention_mask, kwargs['picked_compressed'] = self.{PICK_METHOD}(
     hidden_states, position_embeddings, attention_mask, {{}}
 )"""
-ATTENDING: dict[type[torch.nn.Module], Forward] = {}  # by an attention's class: its forward, ours
+ATTENDING: dict[Any, Forward] = {}  # by an attention class's forward: ours
 
 
 class Held(NamedTuple):
@@ -92,8 +93,13 @@ def why_not_compressed(module: Any) -> str:
     known = known and same_code(norm._norm, known_compressed.norm)
     if not known or indexer.k_layernorm.group_size is not None:
         return f"{kind.__name__} picks in a way that attnplug does not know"
-    if "forward" in vars(module) or attending_forward(type(module)) is None:
+    if attending_forward(type(module)) is None:
         return f"{type(module).__name__} takes its picks in a way that attnplug does not know"
+    not_called = why_watched(indexer) or why_watched(indexer.k_layernorm, "_norm")
+    if not_called or why_replaced(module):
+        return not_called or why_replaced(module)
+    if indexer.k_layernorm.weight.is_meta and hasattr(indexer.k_layernorm, "_hf_hook"):
+        return f"the weight of {kind.__name__}'s k_layernorm is on its device only while that runs"
     rope = getattr(module.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in MOVING_ROPE:
         return f"the rotary embedding of {kind.__name__} depends on the longest position"
@@ -114,31 +120,33 @@ def numbers_a_token(module: Any) -> int:
 def attending_forward(kind: type[torch.nn.Module]) -> Forward | None:
     """The forward of an attention's class, but that it has its picks from `pick_compressed`; None
     where the class's own begins otherwise."""
-    if kind not in ATTENDING:
-        forward = inspect.unwrap(kind.forward)
+    own = kind.forward
+    if own not in ATTENDING:
+        forward = own_code(own)
         found, names = body_of(forward), inspect.signature(forward).parameters.keys()
         cache = next((name for name in CACHE_ARGUMENTS if name in names), None)
         if found is None or found[1][:2] != [PICK.format(cache), MASK]:
             return None
-        ATTENDING[kind] = rewritten(forward, found[0], slice(0, 2), OURS.format(cache))
-    return ATTENDING[kind]
+        ATTENDING[own] = rewritten(forward, found[0], slice(0, 2), OURS.format(cache))
+    return ATTENDING[own]
 
 
 def bind_compressed(module: torch.nn.Module) -> None:
     """Have an attention module leave picks to attnplug."""
-    put_method(module, "forward", _attend)
+    put_forward(module, _attend)
     put_method(module, PICK_METHOD, pick_compressed)
 
 
 def unbind_compressed(module: torch.nn.Module) -> None:
     """Undo `bind_compressed`."""
-    for name in ("forward", PICK_METHOD):
-        vars(module).pop(name, None)
+    take_methods(module, PICK_METHOD)
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    made = ATTENDING.get(type(module)) or attending_forward(type(module))  # None: read from a file
-    assert made is not None  # bind_compressed was told that it can be served
+    kind = type(module)
+    made = ATTENDING.get(kind.forward) or attending_forward(kind)  # not there: read from a file
+    if made is None:
+        raise changed_after_apply(module)
     return made(module, *args, **kwargs)
 
 
@@ -152,6 +160,8 @@ def pick_compressed(
     """The mask and the picks of a layer's attention. A mask of the user's own comes back with what
     the model did not pick hidden, and without picks."""
     indexer, tokens = module.indexer, hidden_states.shape[1]
+    refuse_watched(indexer)
+    refuse_watched(indexer.k_layernorm, "_norm")
     q, new = _queries_and_keys(indexer, hidden_states, position_embeddings)
     held = _hold(indexer, cache, new, position_embeddings)
     if not is_compact(mask, tokens):

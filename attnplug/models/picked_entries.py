@@ -6,21 +6,22 @@ by an indexer, whose keys are entries of their own, and sliding layers none. tra
 mask of queries by entries, and attends to all of them densely. Here an op scores and picks, and
 another one attends to the latents, a query's window and entries in one list.
 
-The model's own code runs but for three ends: that of an indexer, from the scores on; that of a
-compressor, which hands its entries and picks on; and in the attention, what lies between rotated
-queries and the rotation of the output. All of the code is known by its text. A static layer of
-attnplug has the methods that compressors call of transformers' own layers, with shapes that do not
-depend on how many tokens there are (`policies/_entries_layer.py`).
+The model's own code runs but for three parts: the end of an indexer's forward, from the scores on;
+the end of a compressor's, which hands its entries and picks on; and the middle of the attention's,
+from the cache to what it attends to. These forwards, that of the scorer, whose work is a part of
+ours, and the functions beside them that they call are known by their texts, and a layer with any
+other is left to the model. A static layer of attnplug has the methods that compressors call of
+transformers' own layers, with shapes that do not depend on how many tokens there are
+(`policies/_entries_layer.py`).
 
-Entries and windows are of slots, padding among them; an entry that a query sees is counted by
-position ids, but for one query of a heavily compressed layer, which sees all: as there.
+As in transformers, entries and windows are of slots, padding among them. How many entries a query
+sees follows from its position id, but a query that comes alone to a heavily compressed layer sees
+all of them.
 """
 
+import ast
 import hashlib
-import inspect
-import sys
-from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import StaticLayer
@@ -30,9 +31,16 @@ from attnplug.call import EntrySizes, LatentCall, PickedEntries, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.compact import index_mask, is_compact, key_mask
 from attnplug.models.hf import SERVES, binding_of, refuse_options, stock_function
-from attnplug.models.instance_method import InstanceMethod, put_method
+from attnplug.models.instance_method import put_forward, put_method, take_methods
 from attnplug.models.names import ENTRIES_NAME
-from attnplug.models.rewritten import Forward, body_of, rewritten
+from attnplug.models.own_code import (
+    names_of,
+    own_code,
+    refuse_watched,
+    why_replaced,
+    why_watched,
+)
+from attnplug.models.rewritten import Forward, body_of, changed_after_apply, rewritten
 from attnplug.models.walk import has_moving_rope
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
@@ -42,18 +50,20 @@ from attnplug.ops.latent.latent_attention import WIDEST_LATENT
 
 ATTEND_METHOD = "_attnplug_attend_entries"  # of an attention module
 PICK_METHOD = "_attnplug_pick_entries"  # of an indexer
-# Of transformers 5.24: a hash of each function's statements, as ast.unparse writes them.
+# Of transformers 5.24: a hash of each function's arguments and statements, as ast.unparse writes
+# them.
 KNOWN = {
-    "DeepseekV4Attention.forward": "ddc53c19c05057d0",
-    "DeepseekV4HCACompressor.forward": "9dcb8832247053a3",
-    "DeepseekV4CSACompressor.forward": "9b81ed1de4fabbdd",
-    "DeepseekV4Indexer.forward": "7c33ddc290784c52",
-    "DeepseekV4IndexerScorer.forward": "a7276d700a1bece8",
-    "apply_rotary_pos_emb": "e7d507439b57a4f9",
-    "rotate_half": "3fa1c0f720e16a08",
-    "eager_attention_forward": "97932fe11e952fb2",
+    "DeepseekV4Attention.forward": "7283ad71411bf105",
+    "DeepseekV4HCACompressor.forward": "6ccae9b3f8fcd804",
+    "DeepseekV4CSACompressor.forward": "41b426a0d9ac9035",
+    "DeepseekV4Indexer.forward": "abdf92863fcf3bb9",
+    "DeepseekV4IndexerScorer.forward": "5f50a9e17f029821",
+    "apply_rotary_pos_emb": "3c9643fbe7eb1bdb",
+    "rotate_half": "75849d0c69be6a9b",
+    "eager_attention_forward": "6daa105b80337792",
 }
-# By the class of a module: the statements that ours stand for, by how they begin, and ours.
+# By the class of a module: how the first of the statements begins that ours stand for, how the
+# first one behind them does ("": there is none), and ours.
 ATTEND = f"""attn_output = self.{ATTEND_METHOD}(
     q, kv, q_residual, hidden_states, position_ids, attention_mask, cache, kwargs
 )
@@ -68,7 +78,7 @@ EXCHANGED = {
     "DeepseekV4CSACompressor": ("top_k_indices = ", "", INDEX),
     "DeepseekV4Indexer": ("index_scores = ", "", PICK),
 }
-MADE: dict[type[torch.nn.Module], Forward] = {}  # by the class of a module: its forward, with ours
+MADE: dict[Any, Forward] = {}  # by the forward of a class: the same with ours in it
 
 
 def reads_entries(module: Any) -> bool:
@@ -97,69 +107,69 @@ def why_not_entries(module: Any) -> str:
     indexer = getattr(compressor, "indexer", None)
     for part in _parts(module):
         kind = type(part)
-        own = vars(part).get(_slot(part))
-        if own is not None and getattr(own, "__func__", None) is not kind.forward:
-            return f"somebody has replaced the forward of this {kind.__name__}"
+        if why_replaced(part):
+            return why_replaced(part)
         if forward_of(kind) is None:
             return f"{kind.__name__} computes in a way that attnplug does not know"
         if has_moving_rope(getattr(part, "rotary_emb", part)):
             return f"the rotary embedding of {kind.__name__} depends on the longest position"
+    if compressor is not None and why_watched(compressor):  # hooks would see picks, not a mask
+        return why_watched(compressor)
     if module.head_dim > WIDEST_LATENT:
         return f"keys of {module.head_dim} channels are wider than attnplug's kernels"
     if indexer is None:
         return ""
     if not _is_known(type(indexer.scorer).forward):
         return f"{type(indexer.scorer).__name__} scores in a way that attnplug does not know"
+    if why_watched(indexer.scorer):
+        return why_watched(indexer.scorer)
     if indexer.index_topk > MAX_K:
         return f"{type(indexer).__name__} picks {indexer.index_topk} entries, more than {MAX_K}"
     return why_not_width(indexer.head_dim)
 
 
 def _parts(module: Any) -> list[Any]:
-    """The modules whose forward has an end of ours."""
+    """The modules whose forward has a part of ours."""
     found = [module, module.compressor, getattr(module.compressor, "indexer", None)]
     return [part for part in found if part is not None]
 
 
-def _slot(part: Any) -> str:
-    """Where a module keeps its forward: accelerate's hooks put their own in front of it."""
-    return "_old_forward" if hasattr(part, "_hf_hook") else "forward"
-
-
 def _digest(function: Any) -> str:
-    found = body_of(inspect.unwrap(function))
+    found = body_of(function)
     if found is None:
         return "no source"
-    texts = found[1][1:] if inspect.getdoc(function) else found[1]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    node, texts = found
+    texts = texts if ast.get_docstring(node) is None else texts[1:]
+    return hashlib.sha256("\n".join([ast.unparse(node.args), *texts]).encode()).hexdigest()[:16]
 
 
 def _is_known(function: Any) -> bool:
-    name = getattr(inspect.unwrap(function), "__qualname__", "") if function else ""
+    function = own_code(function)
+    name = getattr(function, "__qualname__", "")
     return name in KNOWN and KNOWN[name] == _digest(function)
 
 
 def forward_of(kind: type[torch.nn.Module]) -> Forward | None:
-    """The forward of a class, with the end that is ours; None where its code is not known."""
-    code = sys.modules[kind.__module__]
-    beside = (getattr(code, name, None) for name in KNOWN if "." not in name)
-    if not (_is_known(kind.forward) and all(map(_is_known, beside))):
+    """The forward of a class, with the part that is ours; None where its code is not known."""
+    own = kind.forward
+    beside = (names_of(kind).get(name) for name in KNOWN if "." not in name)
+    if not (_is_known(own) and all(map(_is_known, beside))):
         return None
-    if kind not in MADE:
-        forward = inspect.unwrap(kind.forward)
+    if own not in MADE:
+        forward = own_code(own)
         found = body_of(forward)
         assert found is not None  # its text is known
         first, last, ours = EXCHANGED[forward.__qualname__.partition(".")[0]]
         begin = next(i for i, text in enumerate(found[1]) if text.startswith(first))
         ends = (i for i, text in enumerate(found[1]) if last and text.startswith(last))
-        MADE[kind] = rewritten(forward, found[0], slice(begin, next(ends, None)), ours)
-    return MADE[kind]
+        MADE[own] = rewritten(forward, found[0], slice(begin, next(ends, None)), ours)
+    return MADE[own]
 
 
 def bind_entries(module: torch.nn.Module) -> None:
-    """Have an attention module, its compressor and its indexer leave their ends to attnplug."""
+    """Have an attention module, its compressor and its indexer leave their parts to attnplug."""
     for part in _parts(module):
-        vars(part)[_slot(part)] = InstanceMethod(_forward, part, "forward")
+        put_forward(part, _forward)
     put_method(module, ATTEND_METHOD, attend_entries)
     if entry_sizes(module).index_width:
         put_method(module.compressor.indexer, PICK_METHOD, pick_entries)  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,15 +178,14 @@ def bind_entries(module: torch.nn.Module) -> None:
 def unbind_entries(module: torch.nn.Module) -> None:
     """Undo `bind_entries`."""
     for part in _parts(module):
-        for name in (_slot(part), ATTEND_METHOD, PICK_METHOD):
-            vars(part).pop(name, None)
-        if hasattr(part, "_hf_hook"):
-            part._old_forward = MethodType(type(part).forward, part)
+        take_methods(part, ATTEND_METHOD, PICK_METHOD)
 
 
 def _forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    made = MADE.get(type(module)) or forward_of(type(module))  # None: read from a file
-    assert made is not None  # bind_entries was told that it can be served
+    kind = type(module)
+    made = MADE.get(kind.forward) or forward_of(kind)  # not there: read from a file
+    if made is None:
+        raise changed_after_apply(module)
     return made(module, *args, **kwargs)
 
 
@@ -203,6 +212,7 @@ def pick_entries(
     if keys.shape[1] == 0:
         return torch.empty((rows, queries, 0), dtype=torch.int32, device=q.device)
     scorer = indexer.scorer
+    refuse_watched(scorer)
     seen = _seen(position_ids, indexer.compress_rate, _complete(keys, indexer.compress_rate, layer))
     return index_topk(
         q.to(keys.dtype),
@@ -212,6 +222,45 @@ def pick_entries(
         scale=scorer.softmax_scale,
         seen=seen.expand(rows, queries),
     )
+
+
+class Held(NamedTuple):
+    """What the cache gives for an attention module: `layer` of the cache or None, and whether it is
+    attnplug's, thus `static`. `kv` `[B,1,T,D]` are the keys of tokens that it returns, and `whole`
+    what attnplug's layer keeps, as it lies: entries before a window of tokens."""
+
+    layer: Any
+    static: bool
+    kv: torch.Tensor
+    whole: torch.Tensor
+
+
+def _hold(module: Any, kv: torch.Tensor, cache: Any) -> Held:
+    """Put the keys of new tokens `[B,1,S,D]` into the cache, if there is one."""
+    if cache is None:
+        return Held(None, False, kv, kv)
+    index: int = module.layer_idx
+    layer: Any = cache.layers[index]
+    static = isinstance(layer, StaticLayer)
+    if static and not hasattr(layer, "store_compression_weights"):
+        raise UnsupportedCallError(
+            f"a {type(layer).__name__} keeps no entries: pass attnplug.make_cache(model, length) "
+            "or a DynamicCache(config=model.config)"
+        )
+    return Held(layer, static, *cache.update(kv, kv, index))
+
+
+def _seen_by_queries(
+    module: Any, position_ids: torch.Tensor, entries: torch.Tensor, layer: Any
+) -> torch.Tensor:
+    """How many leading entries of `[B,1,J,D]` each query sees, `[1 or B,S]`."""
+    if module.compressor is None:
+        return torch.zeros_like(position_ids)
+    rate = entry_sizes(module).rate
+    complete = _complete(entries[:, 0], rate, layer)
+    if position_ids.shape[1] > 1:
+        return _seen(position_ids, rate, complete)
+    return torch.zeros_like(position_ids) + complete  # a query alone sees what there is
 
 
 def attend_entries(
@@ -234,44 +283,31 @@ def attend_entries(
         raise UnsupportedCallError(
             f"{type(module).__name__} was called without a mask: call the model, which makes one"
         )
-    rows, queries, rate = len(q), q.shape[2], entry_sizes(module).rate
-    index: int = module.layer_idx
-    layer: Any = None if cache is None else cache.layers[index]
-    static, held = isinstance(layer, StaticLayer), kv
-    if static and not hasattr(layer, "store_compression_weights"):
-        raise UnsupportedCallError(
-            f"a {type(layer).__name__} keeps no entries: pass attnplug.make_cache(model, length) "
-            "or a DynamicCache(config=model.config)"
-        )
-    if cache is not None:
-        kv, held = cache.update(kv, kv, index)
+    rows, queries, held = len(q), q.shape[2], _hold(module, kv, cache)
     entries, picks = kv[:, :, :0], None
-    seen = position_ids.new_zeros((1, queries))
     if module.compressor is not None:
-        told = hidden_states, q_residual, position_ids, cache, index
+        refuse_watched(module.compressor)
+        told = hidden_states, q_residual, position_ids, cache, module.layer_idx
         entries, picks = module.compressor(*told)
-        complete = _complete(entries[:, 0], rate, layer)
-        # One query is not told by its position, and reads what there is.
-        seen = _seen(position_ids, rate, complete) if queries > 1 else seen + complete
-    length = layer.cumulative_length if static else getattr(layer, "cumulative_length", queries)
+    length = getattr(held.layer, "cumulative_length", queries)
     compact = is_compact(mask, queries)
-    if compact and not static:  # a row of a mask of the user's own is of the window's keys
+    if compact and not held.static:  # a row of a mask of the user's own is of the window's keys
         compact = mask.shape[-1] == 1 or mask.shape[-1] >= length
     picked = PickedEntries(
         picks,
-        seen.expand(rows, queries),
+        _seen_by_queries(module, position_ids, entries, held.layer).expand(rows, queries),
         entries.shape[2],
         module.sliding_window,
         length,
-        entries.shape[2] + kv.shape[2],
+        entries.shape[2] + held.kv.shape[2],
         key_mask(mask, rows, mask.shape[-1]) if compact else None,
     )
     if not compact:
-        return _attend_masked(module, binding.stock, q, kv, entries, picked, mask, static)
-    if static and queries == 1:
-        latents = held[:, 0]  # entries and window, as they lie
+        return _attend_masked(module, binding.stock, q, held, entries, picked, mask)
+    if held.static and queries == 1:
+        latents = held.whole[:, 0]
     else:
-        latents = torch.cat((entries.to(kv.dtype), kv), 2)[:, 0]
+        latents = torch.cat((entries.to(held.kv.dtype), held.kv), 2)[:, 0]
     call = LatentCall(
         q.to(latents.dtype),
         latents=latents,
@@ -282,7 +318,7 @@ def attend_entries(
         sinks=module.sinks,
     )
     out = binding.policy.attend_latents(call)
-    binding.note_served(queries, Served(call.served_by), layer)
+    binding.note_served(queries, Served(call.served_by), held.layer)
     return out
 
 
@@ -290,15 +326,14 @@ def _attend_masked(
     module: Any,
     stock: str,
     q: torch.Tensor,
-    kv: torch.Tensor,
+    held: Held,
     entries: torch.Tensor,
     picked: PickedEntries,
     mask: torch.Tensor,
-    static: bool,
 ) -> torch.Tensor:
     """The model's own attention under a mask of the user's own `[B,1,S,T]`, which is of the keys
     that transformers' cache returns."""
-    if static:
+    if held.static:
         raise UnsupportedCallError(
             "a mask of 4 dimensions is of the keys that transformers' own cache returns, of which "
             "attnplug's keeps others: pass DynamicCache(config=model.config), or use_cache=False"
@@ -314,7 +349,7 @@ def _attend_masked(
         mask = q.new_zeros(()).masked_fill(~mask, torch.finfo(q.dtype).min)
     mask = mask.expand(len(q), -1, queries, -1)
     mask = torch.cat((mask, hidden[..., :count].to(mask.dtype)), -1)
-    kv = torch.cat((kv, entries.to(kv.dtype)), 2)
+    kv = torch.cat((held.kv, entries.to(held.kv.dtype)), 2)
     return stock_function(module, stock)(module, q, kv, kv, mask, scaling=module.scaling)[0]
 
 

@@ -19,15 +19,17 @@ from attnplug.call import LatentCall, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.compact import lengths_of
 from attnplug.models.hf import Binding, as_autocast, refuse_options
-from attnplug.models.instance_method import put_method
+from attnplug.models.instance_method import put_forward, put_method, take_methods
 from attnplug.models.known_latents import expands_as_known
-from attnplug.models.known_pools import picks_as_known, reads_as_known
+from attnplug.models.known_pools import PICKS, picks_as_known, reads_as_known
 from attnplug.models.latents import (
     bind_latents,
     unbind_latents,
     up_of,
     why_not_expanded,
+    why_not_weight,
 )
+from attnplug.models.own_code import why_method_replaced, why_replaced
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
 from attnplug.ops.common.sizes import cdiv
@@ -46,14 +48,15 @@ def why_not_pools(module: Any) -> str:
     kind, indexer = type(module), module.indexer
     if not (expands_as_known(kind) and reads_as_known(kind)):
         return f"{kind.__name__} reads its picks in a way that attnplug does not know"
-    unexpanded = why_not_expanded(module)
+    unexpanded = why_not_expanded(module) or why_not_weight(module.kv_b_proj)
     if unexpanded or indexer is None:
-        return unexpanded
+        return unexpanded or why_method_replaced(module, MASK_METHOD)
     if not picks_as_known(type(indexer)):
         return f"{type(indexer).__name__} picks in a way that attnplug does not know"
     if not 1 <= indexer.index_topk // indexer.index_kpool <= MOST:
         return f"{type(indexer).__name__} picks {indexer.index_topk // indexer.index_kpool} pools"
-    return why_not_width(indexer.head_dim)
+    replaced = why_method_replaced(module, MASK_METHOD) or why_replaced(indexer, *PICKS)
+    return replaced or why_not_width(indexer.head_dim)
 
 
 def bind_pools(module: Any) -> None:
@@ -61,7 +64,7 @@ def bind_pools(module: Any) -> None:
     bind_latents(module)
     put_method(module, MASK_METHOD, _hand_on_picks)
     if module.indexer is not None:
-        put_method(module.indexer, "forward", pick_pools)
+        put_forward(module.indexer, pick_pools)
 
 
 def unbind_pools(module: Any) -> None:
@@ -69,7 +72,7 @@ def unbind_pools(module: Any) -> None:
     unbind_latents(module)
     vars(module).pop(MASK_METHOD, None)
     if module.indexer is not None:
-        vars(module.indexer).pop("forward", None)
+        take_methods(module.indexer)
 
 
 def _hand_on_picks(

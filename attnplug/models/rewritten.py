@@ -8,18 +8,31 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from attnplug.errors import UnsupportedCallError
+
 Forward = Callable[..., Any]
 
 
+def changed_after_apply(module: Any) -> UnsupportedCallError:
+    """The error of a module whose class has another forward than the one that was rewritten."""
+    return UnsupportedCallError(
+        f"the code of {type(module).__name__} was changed after attnplug.apply. Call "
+        "attnplug.remove(model) and apply again."
+    )
+
+
 def body_of(forward: Any) -> tuple[ast.FunctionDef, list[str]] | None:
-    """A function and the texts of its statements, as ast.unparse writes them; None of a module
-    without its source."""
-    try:
-        source = textwrap.dedent(inspect.getsource(forward))
-    except OSError:
+    """A function and the texts of its statements, as ast.unparse writes them; None where it is no
+    function of Python with a source of its own."""
+    if not isinstance(forward, FunctionType):
         return None
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
+    try:  # of the code: of a function, inspect looks for what it wraps
+        source = textwrap.dedent(inspect.getsource(forward.__code__))
+        function = ast.parse(source).body[0]
+    except (OSError, SyntaxError):  # without a file, or a lambda amid an expression
+        return None
+    if not isinstance(function, ast.FunctionDef):
+        return None
     return function, [ast.unparse(statement) for statement in function.body]
 
 

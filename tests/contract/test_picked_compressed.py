@@ -336,9 +336,8 @@ def test_code_that_is_not_known_is_left_to_the_model(model, part, monkeypatch):
 
         target.__class__ = Other
     assert "in a way that attnplug does not know" in why_not_indexed(module)
-    if part != "attention":  # whose class here is of a module without attention functions
-        attnplug.apply(model, "trained")
-        assert {layer.prefill for layer in attnplug.report(model).layers} == {"sdpa (dense)"}
+    attnplug.apply(model, "trained")
+    assert {layer.prefill for layer in attnplug.report(model).layers} == {"sdpa (dense)"}
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 a call of generate is the model's own."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -59,6 +60,18 @@ def test_an_unknown_activation_and_other_code_stay_the_models():
 def test_a_replaced_rotary_function_stays(monkeypatch):
     assert found_in(family("Qwen2")).counts[TURNS] == 2
     monkeypatch.setattr(modeling_qwen2, "rotate_half", lambda x: x)
+    assert TURNS not in found_in(family("Qwen2")).counts
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(modeling_qwen2, "apply_rotary_pos_emb"), (modeling_qwen2.Qwen2Attention, "forward")],
+    ids=["rotary", "attention"],
+)
+def test_a_function_that_somebody_has_wrapped_stays(owner, name, monkeypatch):
+    """functools.wraps has a wrapper look like the function in it."""
+    own = getattr(owner, name)
+    monkeypatch.setattr(owner, name, functools.wraps(own)(lambda *args, **more: own(*args, **more)))
     assert TURNS not in found_in(family("Qwen2")).counts
 
 
