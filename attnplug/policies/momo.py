@@ -12,7 +12,6 @@ Decode is another phase's business.
 """
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -437,7 +436,6 @@ class Momo(DenseBelow):
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
 
 
-@functools.cache  # every layer of every call asks
 def _pays_from(kind: str, near: int, far: int, block: int) -> int:
     """The crossover of queries which list so many blocks: `near` those of short prompts, `far` the
     others, of which longer prompts have some."""
