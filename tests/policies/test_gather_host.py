@@ -346,8 +346,10 @@ def test_memory_is_given_back(monkeypatch):
 
 
 @pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
-def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
-    """Whole and chunked prefill, beams, prompt lookup."""
+def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device, monkeypatch):
+    """Whole and chunked prefill, beams, prompt lookup, whose several queries are dense over a cache
+    in host memory."""
+    monkeypatch.setattr(attnplug.Gather, "serves_few", attnplug.Dense.serves_few)
     model = tiny_model(device=device)
     ids = torch.randint(2, 90, (2, 150), generator=torch.Generator().manual_seed(0)).to(device)
     kept = "k=1, sink=1, local=1, min_tokens=0"
