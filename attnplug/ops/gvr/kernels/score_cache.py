@@ -8,7 +8,6 @@ from attnplug.ops.gvr.kernels.score import (
     choosable,
     in_halves,
     token_products,
-    token_scores,
 )
 
 
@@ -87,47 +86,30 @@ def score(
     for i in tl.range(0, tiles, num_stages=STAGES):
         at = (program + i * programs) * TILE + n
         seen = choosable(at, length, low, mask_at, SINK, WINDOW)
-        if QUERIES == 1:
-            best = token_scores(
-                at=at,
-                seen=seen,
-                query=query,
-                codes_at=codes_at,
-                scales_at=scales_at,
-                row_table=row_table,
-                codes_strides=codes_strides,
-                scales_strides=scales_strides,
-                in_group=g < GROUP,
-                in_width=in_width,
-                PAGE=SHAPE.PAGE,
-                KEYS_FIRST=KEYS_FIRST,
-                WHOLE=WHOLE,
-                HALVES=HALVES,
-                unit=unit,
-            )
-            tl.store(out_at + at, best, mask=at < rows.S)
-        else:
-            s = token_products(
-                at=at,
-                seen=seen,
-                query=query,
-                codes_at=codes_at,
-                scales_at=scales_at,
-                row_table=row_table,
-                codes_strides=codes_strides,
-                scales_strides=scales_strides,
-                in_width=in_width,
-                PAGE=SHAPE.PAGE,
-                KEYS_FIRST=KEYS_FIRST,
-                WHOLE=WHOLE,
-                HALVES=HALVES,
-                unit=unit,
-            )
-            for t in tl.static_range(QUERIES):
+        s = token_products(
+            at=at,
+            seen=seen,
+            query=query,
+            codes_at=codes_at,
+            scales_at=scales_at,
+            row_table=row_table,
+            codes_strides=codes_strides,
+            scales_strides=scales_strides,
+            in_width=in_width,
+            PAGE=SHAPE.PAGE,
+            KEYS_FIRST=KEYS_FIRST,
+            WHOLE=WHOLE,
+            HALVES=HALVES,
+            unit=unit,
+        )
+        for t in tl.static_range(QUERIES):
+            if QUERIES == 1:
+                best, shown = best_of(s, g < GROUP, KEYS_FIRST), seen
+            else:
                 best = best_of(s, g // GROUP == t, KEYS_FIRST)
-                before = seen & (at < length - (QUERIES - 1 - t) - WINDOW)
-                shown = tl.where(before, best, float("-inf"))
-                tl.store(out_at + t * rows.S + at, shown, mask=at < rows.S)
+                shown = seen & (at < length - (QUERIES - 1 - t) - WINDOW)
+            best = tl.where(shown, best, float("-inf"))
+            tl.store(out_at + t * rows.S + at, best, mask=at < rows.S)
     for first in range((program + tiles * programs) * TILE, end, programs * TILE):
         for t in tl.static_range(QUERIES):
             tl.store(out_at + t * rows.S + first + n, none, mask=first + n < rows.S)
