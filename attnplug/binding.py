@@ -108,10 +108,11 @@ class LayerMaker:
     def __call__(self, index: int, max_length: int) -> PlugLayer:
         policy = self.policies.get(index)
         if policy is not None and policy.decode is not None:
-            layer = policy.decode.cache_layer(max_length)
             sizes = self.entries.get(index)
             if sizes is not None:
                 layer = EntriesLayer(max_length, sizes)
+            else:
+                layer = policy.decode.cache_layer(max_length)
             if layer is not None:
                 layer.query_heads = self.heads[index]
                 layer.layers_behind = self.behind.get(index, 0)

@@ -321,7 +321,7 @@ class Decoding:
             step.begin()
         self._choose(logits, buffers)
         while True:
-            self._note_token(buffers)
+            self._note_token(buffers.token[:, 0])
             due = due_layers(self.wanting, self.length - 1)
             # What a layer does on the host cannot be taken back.
             end = self._ended(buffers, lag=0 if due else self.lag)
@@ -343,8 +343,7 @@ class Decoding:
         chosen, valid = self._chosen(logits)
         if valid is not None and not valid:
             raise RuntimeError(REFUSED)
-        self.ids[:, self.length].copy_(chosen)
-        self.count_token()
+        self._note_token(chosen)
         return self.length
 
     def _choose(self, logits: torch.Tensor, buffers: StepBuffers) -> None:
@@ -365,8 +364,8 @@ class Decoding:
         chosen = (shares / torch.empty_like(shares).exponential_(1)).argmax(-1)
         return chosen, shares.max() < torch.inf  # softmax gives nothing negative
 
-    def _note_token(self, buffers: StepBuffers) -> None:
-        self.ids[:, self.length].copy_(buffers.token[:, 0])
+    def _note_token(self, chosen: torch.Tensor) -> None:
+        self.ids[:, self.length].copy_(chosen)
         self.count_token()
 
     def count_token(self) -> None:

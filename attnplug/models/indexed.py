@@ -67,7 +67,7 @@ from attnplug.models.picked_pools import (
     unbind_pools,
     why_not_pools,
 )
-from attnplug.models.rewritten import Forward, body_of, changed_after_apply, rewritten
+from attnplug.models.rewritten import Forward, body_of, rewritten, run_rewritten
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
 
@@ -181,12 +181,8 @@ def unbind_indexed(module: torch.nn.Module) -> None:
 
 
 def _indexer_forward(indexer: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    kind = type(indexer)
-    made = PICKING.get(kind.forward) or picking_forward(kind)  # not there: read from a file
-    if made is None:
-        raise changed_after_apply(indexer)
     with torch.no_grad():
-        return made(indexer, *args, **kwargs)
+        return run_rewritten(picking_forward(type(indexer)), indexer, *args, **kwargs)
 
 
 def pick_tokens(

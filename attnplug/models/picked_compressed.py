@@ -29,7 +29,7 @@ from attnplug.models.instance_method import put_forward, put_method, take_method
 from attnplug.models.known_code import gemma_norm, rotate_half, same_code
 from attnplug.models.names import CACHE_ARGUMENTS
 from attnplug.models.own_code import own_code, refuse_watched, why_replaced, why_watched
-from attnplug.models.rewritten import Forward, body_of, changed_after_apply, rewritten
+from attnplug.models.rewritten import Forward, body_of, rewritten, run_rewritten
 from attnplug.models.walk import MOVING_ROPE
 from attnplug.ops import index_topk, pool_keys
 from attnplug.ops.common.checks import why_not_width
@@ -143,11 +143,7 @@ def unbind_compressed(module: torch.nn.Module) -> None:
 
 
 def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    kind = type(module)
-    made = ATTENDING.get(kind.forward) or attending_forward(kind)  # not there: read from a file
-    if made is None:
-        raise changed_after_apply(module)
-    return made(module, *args, **kwargs)
+    return run_rewritten(attending_forward(type(module)), module, *args, **kwargs)
 
 
 def pick_compressed(

@@ -40,7 +40,7 @@ from attnplug.models.own_code import (
     why_replaced,
     why_watched,
 )
-from attnplug.models.rewritten import Forward, body_of, changed_after_apply, rewritten
+from attnplug.models.rewritten import Forward, body_of, rewritten, run_rewritten
 from attnplug.models.walk import has_moving_rope
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
@@ -184,9 +184,7 @@ def unbind_entries(module: torch.nn.Module) -> None:
 def _forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     kind = type(module)
     made = MADE.get(kind.forward) or forward_of(kind)  # not there: read from a file
-    if made is None:
-        raise changed_after_apply(module)
-    return made(module, *args, **kwargs)
+    return run_rewritten(made, module, *args, **kwargs)
 
 
 def _seen(position_ids: torch.Tensor, rate: int, complete: int | torch.Tensor) -> torch.Tensor:
@@ -274,8 +272,8 @@ def attend_entries(
     cache: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """The attention `[B,S,H,D]` of queries `[B,H,S,D]` over new tokens `[B,1,S,D]`, those that the
-    cache holds, and entries."""
+    """The attention `[B,S,H,D]` of queries `[B,H,S,D]` over new tokens `[B,1,S,D]`, the tokens in
+    the cache, and entries."""
     binding = binding_of(module)
     assert binding is not None and binding.policy is not None  # its forward is ours
     refuse_options(q, module.attention_dropout if module.training else 0.0, kwargs)

@@ -13,12 +13,15 @@ from attnplug.errors import UnsupportedCallError
 Forward = Callable[..., Any]
 
 
-def changed_after_apply(module: Any) -> UnsupportedCallError:
-    """The error of a module whose class has another forward than the one that was rewritten."""
-    return UnsupportedCallError(
-        f"the code of {type(module).__name__} was changed after attnplug.apply. Call "
-        "attnplug.remove(model) and apply again."
-    )
+def run_rewritten(made: Forward | None, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the rewritten forward of a module's class. Raises UnsupportedCallError where `made` is
+    None: the class has another forward now than the one that was rewritten."""
+    if made is None:
+        raise UnsupportedCallError(
+            f"the code of {type(module).__name__} was changed after attnplug.apply. Call "
+            "attnplug.remove(model) and apply again."
+        )
+    return made(module, *args, **kwargs)
 
 
 def body_of(forward: Any) -> tuple[ast.FunctionDef, list[str]] | None:

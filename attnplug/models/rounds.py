@@ -289,6 +289,7 @@ class Rounds:
                 self._make_room()
                 self._prepare_layers()
                 tokens[:, :1].copy_(self.buffers.token)
+                _set_part(self.layers, "draft")
                 drafted = 0
                 if self.unread is not None:
                     self._draft(0, options)
@@ -339,7 +340,6 @@ class Rounds:
 
     def _draft(self, place: int, options: dict[str, Any]) -> None:
         call = self.call
-        _set_part(self.layers, "draft")
         found = self.draft(call.model, call.cache, *self.buffers.stepped(), call.greedy, options)
         call.notice.cancel()  # from here on tokens come
         if found is not None:

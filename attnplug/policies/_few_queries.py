@@ -12,6 +12,7 @@ for all queries of its KV head:
 import torch
 
 from attnplug.call import AttentionCall
+from attnplug.policies.crossover import DenseBelow
 from attnplug.policies.dense import MAX_DECODE_QUERIES, apply_sinks, known_below
 
 MOST_NUMBERS = 128 * 128  # of a program's queries: those of a KV head times the head dimension
@@ -26,6 +27,15 @@ def is_few(call: AttentionCall) -> bool:
     if known_below(queries, 2) or queries * (heads // kv_heads) * width > MOST_NUMBERS:
         return False
     return not getattr(call.state, "steps_are_prepared", False)
+
+
+def asks_for_few(method: DenseBelow, call: AttentionCall) -> bool:
+    """Whether a call is of a few queries that the method is to serve: where `min_tokens` asks for
+    it, as no measured length speaks for it. The queries' picks may be as many times the keys of one
+    query's, and so must the cache be."""
+    if method.min_tokens is None or not is_few(call):
+        return False
+    return method.serves(len(call.q), call.k.shape[2] // call.q.shape[2], call.q.device)
 
 
 def union_of(picks: torch.Tensor) -> torch.Tensor:

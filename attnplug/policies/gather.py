@@ -30,7 +30,7 @@ from attnplug.ops.gather.gather_rows import gather_rows
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.reference import RANKED
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
-from attnplug.policies._few_queries import as_one, divide, is_few, merge, union_of
+from attnplug.policies._few_queries import as_one, asks_for_few, divide, merge, union_of
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.policies.crossover import DenseBelow
@@ -187,13 +187,8 @@ class Gather(DenseBelow):
         return out
 
     def serves_few(self, call: AttentionCall) -> bool:
-        """Where `min_tokens` asks for it: no measured length speaks for it. The queries' picks may
-        be as many times the keys of one query's, and so must the cache be."""
-        if self.min_tokens is None or self.kv == "host" or not is_few(call):
-            return False
-        if self._own_layer(call) is None:
-            return False
-        return self.serves(len(call.q), call.k.shape[2] // call.q.shape[2], call.q.device)
+        asked = self.kv != "host" and asks_for_few(self, call)
+        return asked and self._own_layer(call) is not None
 
     def _attend_few(
         self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]

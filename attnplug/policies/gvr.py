@@ -26,7 +26,7 @@ from attnplug.ops import (
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
-from attnplug.policies._few_queries import as_one, divide, is_few, merge, union_of
+from attnplug.policies._few_queries import as_one, asks_for_few, divide, merge, union_of
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies.crossover import DenseBelow
 
@@ -94,11 +94,7 @@ class Gvr(DenseBelow):
         return self._step(call, PageCodes(layer.codes, layer.scales), where)
 
     def serves_few(self, call: AttentionCall) -> bool:
-        """Where `min_tokens` asks for it: no measured length speaks for it. The queries' picks may
-        be as many times the keys of one query's, and so must the cache be."""
-        if self.min_tokens is None or not is_few(call) or self._own_layer(call) is None:
-            return False
-        return self.serves(len(call.q), call.k.shape[2] // call.q.shape[2], call.q.device)
+        return asks_for_few(self, call) and self._own_layer(call) is not None
 
     def _attend_few(
         self, call: AttentionCall, layer: GvrLayer, where: dict[str, Any]

@@ -437,8 +437,8 @@ class Momo(DenseBelow):
 
 
 def _pays_from(kind: str, near: int, far: int, block: int) -> int:
-    """The crossover of queries which list so many blocks: `near` those of short prompts, `far` the
-    others, of which longer prompts have some."""
+    """The crossover where a prompt's first queries list `near` blocks, and those behind the first
+    NEAR `far`: how many tokens a prompt has decides which of them it has."""
     factor, floor = CROSSOVER_FACTOR[kind], CROSSOVER_FLOOR[kind]
     short = max(floor, factor * near * block)
     return short if short <= NEAR else max(floor, factor * far * block)

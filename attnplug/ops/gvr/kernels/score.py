@@ -92,45 +92,6 @@ def token_products(
 
 
 @triton.jit
-def token_scores(
-    at,
-    seen,
-    query,
-    codes_at,
-    scales_at,
-    row_table,
-    codes_strides,
-    scales_strides,
-    in_group,
-    in_width,
-    PAGE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr = False,
-    WHOLE: tl.constexpr = False,
-    HALVES: tl.constexpr = 0,
-    unit=None,
-):
-    """The group's scores of the tokens `at`, -inf where not `seen`. The others as in
-    `token_products`."""
-    s = token_products(
-        at=at,
-        seen=seen,
-        query=query,
-        codes_at=codes_at,
-        scales_at=scales_at,
-        row_table=row_table,
-        codes_strides=codes_strides,
-        scales_strides=scales_strides,
-        in_width=in_width,
-        PAGE=PAGE,
-        KEYS_FIRST=KEYS_FIRST,
-        WHOLE=WHOLE,
-        HALVES=HALVES,
-        unit=unit,
-    )
-    return tl.where(seen, best_of(s, in_group, KEYS_FIRST), float("-inf"))
-
-
-@triton.jit
 def in_halves(query):
     """(bfloat16 `query` in units, as float16, the unit): a power of two for which the largest
     number of the group has 9 bits before the point. What float16 then lacks of a number is 2^-33
