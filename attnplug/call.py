@@ -58,10 +58,10 @@ class EntrySizes(NamedTuple):
 
 
 class PickedEntries(NamedTuple):
-    """What a layer's queries read of `size` latents, of which the first `entries` are compressed
-    entries and the last is the newest of `length` tokens, as many as fit before it: each query the
-    last `window` tokens up to its own, of those that `shown` `[B,N]` shows (None: all), and the
-    entries in `picks` int32 `[B,S,K]`, -1 for none (None: the first `seen` `[B,S]`)."""
+    """What a layer's queries read of `size` latents. The first `entries` of these are compressed
+    entries, the others the newest of `length` tokens, the newest last. A query reads the last
+    `window` tokens up to its own, but none that `shown` `[B,N]` hides (None: nothing is hidden),
+    and the entries in `picks` int32 `[B,S,K]`, -1 for none (None: the first `seen` `[B,S]`)."""
 
     picks: torch.Tensor | None
     seen: torch.Tensor

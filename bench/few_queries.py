@@ -1,96 +1,76 @@
-"""A few queries at once over a long cache: gather beside dense, one layer of Qwen2.5-7B's heads.
+"""A few queries at once over a long cache: a decode method beside dense, one layer of Qwen2.5-7B's
+heads.
 
     python bench/few_queries.py --tokens 131072,1000000 --queries 1,2,4,8,16 --out rows.jsonl
 
-Random keys fill the cache. A row has the microseconds of a call of the policy as a user's own loop
-makes it (`eager_us`, the host among them), and of the same call in a CUDA graph (`graph_us`).
+A row has the microseconds of a call of the policy as a user's own loop makes it (`eager_us`, the
+host among them), and on a GPU of the same call in a CUDA graph (`graph_us`). `--small` is for a try
+on a CPU.
 """
 
 import argparse
-import json
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from whole_calls import say
 
-import attnplug
-from attnplug.call import AttentionCall
-from attnplug.models.hf import binding_of
+from attnplug.bench.quick import PLANS, Heads, decode_call, gaussian
+from attnplug.policies import parse
 
-HEADS, KV_HEADS, WIDTH, CALLS = 28, 4, 128, 50
-CONFIG = Qwen2Config(
-    hidden_size=HEADS * WIDTH, num_hidden_layers=1, num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS, intermediate_size=256, vocab_size=1000,
-    max_position_embeddings=1 << 20, dtype="bfloat16",
-)  # fmt: skip
+CALLS = 50
+HEADS = Heads()
 
 
 @torch.inference_mode()
-def timed(model: Any, policy: str, tokens: int, queries: int) -> dict[str, Any]:
-    with attnplug.applied(model, policy):
-        layer = attnplug.make_cache(model, tokens + 64).layers[0]
-        empty = torch.empty((1, KV_HEADS, 0, WIDTH), dtype=model.dtype, device="cuda")
-        layer.lazy_initialization(empty, empty)
-        keys, values = layer._buffers()[:2]
-        for buffer in (keys, values):
-            buffer[:, :, :tokens].normal_()
-        layer.cumulative_length.fill_(tokens)
-        layer.counted = tokens
-        if hasattr(layer, "summarise"):
-            layer.summarise(None, None)
-        binding: Any = binding_of(model.model.layers[0].self_attn)
-        q = torch.randn((1, HEADS, queries, WIDTH), dtype=model.dtype, device="cuda")
-
-        def once() -> str:
-            lengths = layer.cumulative_length.reshape(1)
-            call = AttentionCall(q, keys, values, WIDTH**-0.5, lengths=lengths, state=layer)
-            binding.policy.attend(call)
-            return call.served_by
-
-        served = [once() for _ in range(5)][-1]
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(CALLS):
-            once()
-        torch.cuda.synchronize()
-        eager = (time.perf_counter() - begun) / CALLS
+def timed(policy: str, tokens: int, queries: int, device: str, calls: int) -> dict[str, Any]:
+    plan, method = PLANS[device], parse(policy)
+    assert method.decode is not None  # of every policy
+    call, *_ = decode_call(HEADS, plan, tokens, method.decode, seed=0)
+    call = dataclasses.replace(call, q=gaussian(plan, 1)(1, HEADS.query, queries, HEADS.dim))
+    row: dict[str, Any] = {"policy": policy, "n": tokens, "queries": queries}
+    for _ in range(5):
+        method.attend(call)
+    row["served_by"] = call.served_by
+    row["eager_us"] = microseconds(lambda: method.attend(call), calls, device)
+    if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            once()
-        graph.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CALLS):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        replay = begin.elapsed_time(end) / CALLS
-    return {
-        "policy": policy, "n": tokens, "queries": queries, "served_by": served,
-        "eager_us": round(eager * 1e6, 1), "graph_us": round(replay * 1e3, 1),
-    }  # fmt: skip
+            method.attend(call)
+        row["graph_us"] = microseconds(graph.replay, calls, device)
+    return row
+
+
+def microseconds(run: Any, calls: int, device: str) -> float:
+    """Of one of so many runs in a row."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else torch.cpu.synchronize
+    run()
+    synchronize()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        run()
+    synchronize()
+    return round((time.perf_counter() - begun) / calls * 1e6, 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="131072,1000000")
     parser.add_argument("--queries", default="1,2,4,8,16")
-    parser.add_argument("--policies", default="dense;gather(min_tokens=0)")
+    parser.add_argument("--policies", default="dense;gather(min_tokens=0);gvr(min_tokens=0)")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    with torch.device("cuda"):
-        model = Qwen2ForCausalLM(CONFIG).to(torch.bfloat16).eval()
+    device = "cpu" if asked.small else "cuda"
+    about = {"gpu": "cpu" if asked.small else torch.cuda.get_device_name()}
+    about["torch"] = torch.__version__
     for tokens in map(int, asked.tokens.split(",")):
         for queries in map(int, asked.queries.split(",")):
             for policy in asked.policies.split(";"):
-                row = timed(model, policy, tokens, queries)
-                row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-                print(json.dumps(row), flush=True)
-                if asked.out is not None:
-                    with asked.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                calls = 2 if asked.small else CALLS
+                say(asked.out, timed(policy, tokens, queries, device, calls) | about)
 
 
 if __name__ == "__main__":
