@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
+from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
@@ -340,6 +341,7 @@ def launch_tiered_decode(*args, plan=None):
         scores = launch_scores(*selection(call, lengths), new=new)
         where = lengths, start, blocks, index
         launch_choice(scores, k, call.progress, block, top_k, call.local, *where, new=new)
+    padded = next_power_of_two(max(1, sink + top_k))
     both: dict[str, Any] = {
         "index": index,
         "near": near,
@@ -347,7 +349,6 @@ def launch_tiered_decode(*args, plan=None):
         "place": place,
         "SLOTS": count,
         "KEEP": keep,
-        "MP": next_power_of_two(max(1, sink + top_k)),
         "STEPS": steps_of(lengths, start),
         "PDL": pdl,
         **dependent,
@@ -357,6 +358,7 @@ def launch_tiered_decode(*args, plan=None):
         warmup=False,
         N=blocks,
         heads=kv_heads,
+        MP=padded,
         RP=next_power_of_two(count),
         NEW=new,
         CHAINED=top_k > 0,
@@ -376,8 +378,7 @@ def launch_tiered_decode(*args, plan=None):
         cap=cap,
         splits=plan.splits,
         SHAPE=shape,
-        TILE=plan.tile,
-        STAGES=plan.stages,
+        TURNS=Turns(plan.tile, plan.stages, AHEAD=padded),
         CAPPED=call.softcap > 0,
         **{"num_warps": plan.warps, **both},
     )
