@@ -24,7 +24,7 @@ TOKENS, ROOM = 235, 300
 def interpreted(module: types.ModuleType, name: str):
     """An op as its launcher runs it, with the kernel interpreted."""
     public, launch = getattr(module, name), getattr(module, f"launch_{name}")
-    schema = inspect.signature(module._allocate).parameters
+    schema = module.Call._fields
     defaults = {n: p.default for n, p in inspect.signature(public).parameters.items()}
 
     def call(*tensors, **options):

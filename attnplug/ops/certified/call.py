@@ -16,10 +16,22 @@ from attnplug.ops.certified.kernels.arguments import (
 )
 from attnplug.ops.certified.plan import Plan
 from attnplug.ops.certified.scratch import SETS, Scratch
+from attnplug.ops.common.define import arguments_of
 from attnplug.ops.common.rows import mask_bytes
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.triton import tl
 from attnplug.ops.common.views import Cache, Query, Rows, cache_of, query_of, rows_of
+
+SCHEMA = (
+    "certified_attention(Tensor q, Tensor k, Tensor v, Tensor k_codes, Tensor k_meta, "
+    "Tensor v_codes, Tensor v_meta, Tensor summary, Tensor check, Tensor progress, float scale, "
+    "int block, float coverage, int k_min, int k_max, float v_tol, "
+    "float tolerance, int ranking, float explore, Tensor? lengths, "
+    "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
+    "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "
+    "Tensor(f!)? counters) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 class Tier(NamedTuple):
@@ -34,39 +46,10 @@ class Tier(NamedTuple):
     progress: torch.Tensor
 
 
-class Call(NamedTuple):
-    """The arguments of the op, in the order of its schema."""
+class Call(arguments_of(SCHEMA)):
+    """The arguments of the op."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    k_codes: torch.Tensor
-    k_meta: torch.Tensor
-    v_codes: torch.Tensor
-    v_meta: torch.Tensor
-    summary: torch.Tensor
-    check: torch.Tensor
-    progress: torch.Tensor
-    scale: float
-    block: int
-    coverage: float
-    k_min: int
-    k_max: int
-    v_tol: float
-    tolerance: float
-    ranking: int
-    explore: float
-    lengths: torch.Tensor | None
-    start: torch.Tensor | None
-    key_mask: torch.Tensor | None
-    softcap: float
-    sinks: torch.Tensor | None
-    telemetry: torch.Tensor | None
-    slots: torch.Tensor | None
-    owner: torch.Tensor | None
-    used: torch.Tensor | None
-    seals: torch.Tensor | None
-    counters: torch.Tensor | None
+    __slots__ = ()
 
     @property
     def tier(self) -> "Tier":

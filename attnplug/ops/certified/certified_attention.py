@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.certified.call import Call, CertifiedOutput
+from attnplug.ops.certified.call import SCHEMA, Call, CertifiedOutput
 from attnplug.ops.certified.launch import launch
 from attnplug.ops.certified.plan import capacity_for
 from attnplug.ops.certified.proof import (
@@ -122,29 +122,10 @@ def certified_attention(
     """
     refuse_gradients("certified_attention", q, k, v, sinks)
     limits = [float("inf") if x is None else x for x in (v_tol, tolerance)]
-    return CertifiedOutput(
-        *_certified_attention(
-            q,
-            k,
-            v,
-            *tier,
-            scale,
-            block,
-            coverage,
-            k_min,
-            k_max,
-            *limits,
-            ranking,
-            explore,
-            lengths,
-            start,
-            key_mask,
-            softcap,
-            sinks,
-            telemetry,
-            *(scratch or (None,) * 5),
-        )
-    )
+    choice = coverage, k_min, k_max, *limits, ranking, explore
+    rows, held = (lengths, start, key_mask), scratch or (None,) * 5
+    options = scale, block, *choice, *rows, softcap, sinks, telemetry
+    return CertifiedOutput(*_certified_attention(q, k, v, *tier, *options, *held))
 
 
 def _allocate(*args):
@@ -278,14 +259,7 @@ def _record(telemetry, bounds, rungs, tokens, tail, whole, limit):
 
 
 _certified_attention = define_op(
-    "certified_attention(Tensor q, Tensor k, Tensor v, Tensor k_codes, Tensor k_meta, "
-    "Tensor v_codes, Tensor v_meta, Tensor summary, Tensor check, Tensor progress, float scale, "
-    "int block, float coverage, int k_min, int k_max, float v_tol, "
-    "float tolerance, int ranking, float explore, Tensor? lengths, "
-    "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
-    "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "
-    "Tensor(f!)? counters) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch,

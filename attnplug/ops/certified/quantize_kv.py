@@ -36,10 +36,16 @@ from attnplug.ops.certified.proof import (
     MEASURED_FLOOR,
     SPECTRAL_SLACK,
 )
-from attnplug.ops.common.checks import BLOCKS, check_attention_inputs, check_sequence_inputs
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.checks import (
+    BLOCKS,
+    check_attention_inputs,
+    check_sequence_inputs,
+    check_tensor,
+)
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import NO_MASK, rows_on_cpu
+from attnplug.ops.common.reference import arrays
+from attnplug.ops.common.rows import rows_on_cpu
 
 GROUP = 16  # channels of a value that share scale and zero
 SUMMARY_FIELDS = 4
@@ -80,6 +86,14 @@ class QuantizedKV(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of device memory."""
         return sum(tensor.nbytes for tensor in self)
+
+
+SCHEMA = (
+    "quantize_kv(Tensor k, Tensor v, Tensor(a!) k_codes, Tensor(b!) k_meta, Tensor(c!) v_codes, "
+    "Tensor(d!) v_meta, Tensor(e!) summary, Tensor(f!) check, Tensor(g!) progress, "
+    "Tensor? lengths, Tensor? start, Tensor? key_mask, int block) -> ()"
+)
+Call = arguments_of(SCHEMA)
 
 
 def value_columns(width: int) -> int:
@@ -135,34 +149,16 @@ def check_tier(name: str, k: torch.Tensor, tier: tuple[torch.Tensor, ...], block
         ("progress", torch.int32, (batch, 2)),
     )
     for tensor, (label, dtype, shape) in zip(tier, wanted, strict=True):
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise ArgumentError(
-                f"{name}: {label} is {tensor.dtype} {tuple(tensor.shape)}, needs {dtype} {shape}"
-            )
-        require(tensor.is_contiguous(), name, f"{label} is not contiguous")
-        if tensor.device != k.device:
-            raise ArgumentError(f"{name}: {label} is on {tensor.device}, k on {k.device}")
+        check_tensor(name, label, tensor, dtype, shape, k.device)
 
 
-def _allocate(
-    k,
-    v,
-    k_codes,
-    k_meta,
-    v_codes,
-    v_meta,
-    summary,
-    check,
-    progress,
-    lengths,
-    start,
-    key_mask,
-    block,
-):
+def _allocate(*args):
+    call = Call(*args)
+    k, v, tier = *args[:2], args[2:9]
     name = "quantize_kv"
     check_attention_inputs(name, None, k, v)
-    check_sequence_inputs(name, None, k, lengths, start, key_mask)
-    check_tier(name, k, (k_codes, k_meta, v_codes, v_meta, summary, check, progress), block)
+    check_sequence_inputs(name, None, k, call.lengths, call.start, call.key_mask)
+    check_tier(name, k, tier, call.block)
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -337,22 +333,10 @@ def _reference(
                 check[b, h, j, 1] += (1 + 6 * i) * np.int64(bits[i])
 
 
-def _cpu(
-    k,
-    v,
-    k_codes,
-    k_meta,
-    v_codes,
-    v_meta,
-    summary,
-    check,
-    progress,
-    lengths,
-    start,
-    key_mask,
-    block,
-):
-    lengths, start = rows_on_cpu(k, lengths, start)
+def _cpu(*args):
+    call = Call(*args)
+    k, v, progress, block = call.k, call.v, call.progress, call.block
+    lengths, start = rows_on_cpu(k, call.lengths, call.start)
     until = (lengths - start).clamp(min=0) // block
     done = torch.where(progress[:, 1] == start, progress[:, 0], 0).long()
     missing = done < until
@@ -360,29 +344,17 @@ def _cpu(
         first = int((start + done * block)[missing].min())
         last = int((start + until * block)[missing].max())
         _reference(
-            k[:, :, first:last].float().numpy(),
-            v[:, :, first:last].float().numpy(),
-            NO_MASK if key_mask is None else key_mask.numpy(),
-            k_codes.numpy(),
-            k_meta.view(torch.int16).numpy(),
-            v_codes.numpy(),
-            v_meta.numpy(),
-            summary.numpy(),
-            check.numpy(),
-            done.numpy(),
-            until.numpy(),
-            start.numpy(),
-            first,
-            block,
+            *arrays(k[:, :, first:last], v[:, :, first:last], call.key_mask),
+            *arrays(call.k_codes, call.k_meta.view(torch.int16), call.v_codes, call.v_meta),
+            *arrays(call.summary, call.check),
+            *arrays(done, until, start, first, block),
         )
     progress[:, 0] = torch.maximum(done, until)
     progress[:, 1] = start
 
 
 _quantize_kv = define_op(
-    "quantize_kv(Tensor k, Tensor v, Tensor(a!) k_codes, Tensor(b!) k_meta, Tensor(c!) v_codes, "
-    "Tensor(d!) v_meta, Tensor(e!) summary, Tensor(f!) check, Tensor(g!) progress, "
-    "Tensor? lengths, Tensor? start, Tensor? key_mask, int block) -> ()",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_quantize_kv,

@@ -4,6 +4,8 @@ A check raises ArgumentError. Its message names the argument, what came and what
 are built only where a check fails, because the checks run at every eager call.
 """
 
+from typing import Any
+
 import torch
 
 from attnplug.errors import ArgumentError
@@ -131,6 +133,37 @@ def _check_rows(name, first, device, shape, size_name, lengths, start, key_mask)
         )
     if key_mask.device != device:
         raise ArgumentError(f"{name}: key_mask is on {key_mask.device}, {first} on {device}")
+
+
+def check_tensor(
+    name: str,
+    label: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    """The check of a tensor that has one dtype and shape, and is contiguous."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ArgumentError(
+            f"{name}: {label} is {tensor.dtype} {tuple(tensor.shape)}, needs {dtype} {list(shape)}"
+        )
+    require(tensor.device == device, name, f"{label} is on {tensor.device}, needs {device}")
+    require(tensor.is_contiguous(), name, f"{label} is not contiguous")
+
+
+def check_token(name: str, call: Any) -> None:
+    """The checks of a step's token `new_k, new_v [B,Hkv,1,D]`, or None, which is to be written to
+    the cache `k, v [B,Hkv,S,D]` of q's dtype."""
+    q, k = call.q, call.k
+    wanted = (*k.shape[:2], 1, k.shape[3]), q.dtype, q.device
+    for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
+        if new is not None and (tuple(new.shape), new.dtype, new.device) != wanted:
+            raise ArgumentError(
+                f"{name}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
+                f"{q.dtype} [B,Hkv,1,D] = {list(wanted[0])} on {q.device}"
+            )
+        require(cache.stride(3) == 1, name, f"{label} has a stride of {cache.stride(3)} in D")
 
 
 def check_sinks(name: str, q: torch.Tensor, sinks: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ implementations with one call.
 `triton_op` ignores its CPU kernel under compile), which is why the ops are registered this way.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,13 @@ def define_op(
         "CUDA": _run_on_device(name, allocate, launch),
     }
     return _register(schema, allocate, kernels)
+
+
+def arguments_of(schema: str) -> Any:
+    """A NamedTuple of the arguments that an op's schema lists. Functions that `define_op` is given
+    and that need most of them make one of their `*args`, so that the list stands once."""
+    listed = torch._C.parse_schema(schema).arguments
+    return namedtuple("Call", [x.name for x in listed])
 
 
 def define_composite(

@@ -1,11 +1,33 @@
 """Online softmax of the numba references: attention of a few queries over the tiles of one row's
 keys."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.common.product import add_product
+from attnplug.ops.common.rows import NO_MASK
+
+
+def arrays(*values: Any) -> list[Any]:
+    """What a numba reference is given for `values`: for tensors arrays of their memory, in float32
+    where they hold floats of fewer bits, for a number its float32, and NO_MASK for a key mask that
+    is None. All else as it is."""
+    return [_array(x) for x in values]
+
+
+def _array(x: Any) -> Any:
+    if x is None:
+        return NO_MASK
+    if isinstance(x, float):
+        return np.float32(x)
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.dtype == torch.bool:
+        x = x.contiguous()  # numba compiles once for each layout
+    return (x.float() if x.is_floating_point() else x).numpy()
 
 
 def sinks_on_cpu(sinks: torch.Tensor | None) -> np.ndarray:

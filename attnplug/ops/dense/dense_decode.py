@@ -11,7 +11,6 @@ Sources: Dao et al., Flash-Decoding for long-context inference (2023); online so
 Gimelshein, arXiv:1805.02867; sinks as in gpt-oss.
 """
 
-import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
@@ -25,8 +24,8 @@ from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
-from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_span, rows_on_cpu
+from attnplug.ops.common.reference import arrays, reference_rows, sinks_on_cpu
+from attnplug.ops.common.rows import mask_bytes, row_span, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import base_two, online_softmax, softcap
 from attnplug.ops.common.splits import launch_merge, pieces_of
@@ -149,18 +148,8 @@ def _cpu(q, k, v, scale, lengths, start, key_mask, window, softcap, sinks, out, 
     k, v = (x[:, :, :valid] if table is None else whole_rows(x, table, valid) for x in (k, v))
     result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     _reference(
-        q.float().contiguous().numpy(),
-        k.float().numpy(),
-        v.float().numpy(),
-        lengths.numpy(),
-        start.numpy(),
-        NO_MASK if key_mask is None else key_mask.numpy(),
-        window,
-        sinks_on_cpu(sinks),
-        np.float32(scale),
-        np.float32(softcap),
-        result.numpy(),
-        lse.numpy(),
+        *arrays(q.contiguous(), k, v, lengths, start, key_mask),
+        *arrays(window, sinks_on_cpu(sinks), scale, softcap, result, lse),
     )
     out.copy_(result)
 

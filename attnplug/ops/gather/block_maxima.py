@@ -22,6 +22,7 @@ from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
+from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.gather.kernels.maxima import best_of_blocks
 
@@ -102,11 +103,8 @@ def _reference(q, keys, positions, block, out):
 
 def _cpu(q, keys, positions, block, out):
     _reference(
-        q.float().transpose(1, 2).contiguous().numpy(),
-        keys.float().transpose(1, 2).contiguous().numpy(),
-        positions.to(torch.int64).contiguous().numpy(),
-        block,
-        out.numpy(),
+        *arrays(q.transpose(1, 2).contiguous(), keys.transpose(1, 2).contiguous()),
+        *arrays(positions.to(torch.int64).contiguous(), block, out),
     )
 
 

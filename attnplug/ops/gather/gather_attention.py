@@ -33,8 +33,8 @@ from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
-from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.reference import arrays, reference_rows, sinks_on_cpu
+from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import launch_merge, pieces_of
 from attnplug.ops.common.views import (
@@ -209,22 +209,8 @@ def attend_on_cpu(
     k, v, table = page_rows(k, v, table, int(lengths.max()))
     result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     _reference(
-        q.float().contiguous().numpy(),
-        k.numpy(),
-        v.numpy(),
-        table.numpy(),
-        index.contiguous().numpy(),
-        lengths.numpy(),
-        start.numpy(),
-        NO_MASK if key_mask is None else key_mask.numpy(),
-        block,
-        sink,
-        local,
-        sinks_on_cpu(sinks),
-        np.float32(scale),
-        np.float32(softcap),
-        result.numpy(),
-        lse.numpy(),
+        *arrays(q.contiguous(), k, v, table, index.contiguous(), lengths, start, key_mask),
+        *arrays(block, sink, local, sinks_on_cpu(sinks), scale, softcap, result, lse),
     )
     out.copy_(result)
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.checks import check_token
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.sizes import cdiv
@@ -39,6 +40,12 @@ from attnplug.ops.gather.select_plan import candidates_of
 from attnplug.ops.gather.select_plan import plan_for as plan_selection
 
 NAME = "gather_decode"
+SCHEMA = (
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor new_k, Tensor new_v, Tensor(c!) bounds, "
+    "Tensor(d!) progress, {lengths} lengths, float scale, int block, int top_k, int sink, "
+    "int local, str scoring, Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) "
+    "-> (Tensor, Tensor)"
+)
 
 
 def gather_decode(
@@ -105,27 +112,10 @@ def gather_decode(
     return (_gather_decode if count else _gather_decode_uncounted)(*tensors, *options)
 
 
-class Call(NamedTuple):
-    """The arguments of the op, in the order of its schema."""
+class Call(arguments_of(NAME + SCHEMA.format(lengths="Tensor"))):
+    """The arguments of the op."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    new_k: torch.Tensor | None
-    new_v: torch.Tensor | None
-    bounds: torch.Tensor
-    progress: torch.Tensor | None
-    lengths: torch.Tensor
-    scale: float
-    block: int
-    top_k: int
-    sink: int
-    local: int
-    scoring: str
-    start: torch.Tensor | None
-    key_mask: torch.Tensor | None
-    softcap: float
-    sinks: torch.Tensor | None
+    __slots__ = ()
 
 
 def selection(call: Any, lengths: torch.Tensor) -> tuple[Any, ...]:
@@ -151,21 +141,9 @@ def _allocate(*args, table=None):
     if q.shape[2] != 1:
         raise ArgumentError(f"{NAME}: q has {q.shape[2]} queries a row, needs 1")
     if table is None:
-        _check_new(call)
+        check_token(NAME, call)
+        require(lengths.is_contiguous(), NAME, "lengths is not contiguous")
     return outputs
-
-
-def _check_new(call):
-    q, k, lengths = call.q, call.k, call.lengths
-    wanted = (*k.shape[:2], 1, k.shape[3])
-    for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
-        if tuple(new.shape) != wanted or new.dtype != q.dtype or new.device != q.device:
-            raise ArgumentError(
-                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
-                f"{q.dtype} [B,Hkv,1,D] = {list(wanted)} on {q.device}"
-            )
-        require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
-    require(lengths.is_contiguous(), NAME, "lengths is not contiguous")
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -276,13 +254,6 @@ def launch_gather_decode(*args, plan=None, count=True, table=None, slots=None, p
     made = {"plan": plan.attend, "step": step, "table": table, "pieces": pieces}
     launch_gather_attention(*attention(call, index, lengths), *outputs, **made)
 
-
-SCHEMA = (
-    "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor new_k, Tensor new_v, Tensor(c!) bounds, "
-    "Tensor(d!) progress, {lengths} lengths, float scale, int block, int top_k, int sink, "
-    "int local, str scoring, Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks) "
-    "-> (Tensor, Tensor)"
-)
 
 _gather_decode = define_op(
     "gather_decode" + SCHEMA.format(lengths="Tensor(e!)"),

@@ -25,7 +25,8 @@ from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, c
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.pages import capacity, table_at
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.reference import arrays
+from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.views import cache_of, query_of, rows_of, steps_of
 from attnplug.ops.gather.block_bounds import (
@@ -156,16 +157,8 @@ def select_on_cpu(
     elif bounds.dtype != torch.float32:
         shown = bounds[:, :, : max(int(until.max()), sink)].float()
     choose_blocks(
-        q.float().contiguous().numpy(),
-        shown.numpy(),
-        tuple(part.contiguous().numpy() for part in frame),
-        NO_MASK if key_mask is None else key_mask.numpy(),
-        lengths.numpy(),
-        start.numpy(),
-        block,
-        sink,
-        local,
-        out.numpy(),
+        *arrays(q.contiguous(), shown, tuple(part.contiguous().numpy() for part in frame)),
+        *arrays(key_mask, lengths, start, block, sink, local, out),
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from attnplug.errors import ArgumentError
 from attnplug.ops.common.attend import Turns
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.checks import check_tensor, check_token
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes
@@ -47,6 +47,13 @@ from attnplug.ops.gather.select_blocks import (
 )
 
 NAME = "tiered_decode"
+SCHEMA = (
+    "tiered_decode(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, "
+    "Tensor(c!) bounds, Tensor(d!) progress, Tensor(e!) ring, Tensor(f!) slots, "
+    "Tensor(g!) table, Tensor(h!) owner, Tensor(i!) used, Tensor(j!) counters, Tensor lengths, "
+    "float scale, int block, int top_k, int sink, int local, str scoring, Tensor? start, "
+    "Tensor? key_mask, float softcap, Tensor? sinks) -> (Tensor, Tensor)"
+)
 
 
 class ResidentBlocks(NamedTuple):
@@ -147,61 +154,29 @@ def tiered_decode(
     return _tiered_decode(*tensors, *options)
 
 
-class Call(NamedTuple):
-    """The arguments of the op, in the order of its schema."""
+class Call(arguments_of(SCHEMA)):
+    """The arguments of the op."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    new_k: torch.Tensor | None
-    new_v: torch.Tensor | None
-    bounds: torch.Tensor
-    progress: torch.Tensor
-    ring: torch.Tensor
-    slots: torch.Tensor
-    table: torch.Tensor
-    owner: torch.Tensor
-    used: torch.Tensor
-    counters: torch.Tensor
-    lengths: torch.Tensor
-    scale: float
-    block: int
-    top_k: int
-    sink: int
-    local: int
-    scoring: str
-    start: torch.Tensor | None
-    key_mask: torch.Tensor | None
-    softcap: float
-    sinks: torch.Tensor | None
+    __slots__ = ()
 
     @property
     def near(self) -> ResidentBlocks:
-        return ResidentBlocks(
-            self.ring, self.slots, self.table, self.owner, self.used, self.counters
-        )
+        return ResidentBlocks(*(getattr(self, name) for name in ResidentBlocks._fields))
 
 
 def _allocate(*args):
     call = Call(*args)
-    q, k = call.q, call.k
+    q = call.q
     index = allocate_index(*selection(call, call.lengths))
     outputs = allocate_attention(*attention(call, index, call.lengths))
     require(q.shape[2] == 1, NAME, f"q has {q.shape[2]} queries a row, needs 1")
-    wanted = (*k.shape[:2], 1, k.shape[3]), q.dtype, q.device
-    for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
-        if new is not None and (tuple(new.shape), new.dtype, new.device) != wanted:
-            raise ArgumentError(
-                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
-                f"{q.dtype} [B,Hkv,1,D] = {list(wanted[0])} on {q.device}"
-            )
-        require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
+    check_token(NAME, call)
     _check_near(call)
     return outputs
 
 
 def _check_near(call: Call) -> None:
-    k, block, count = call.k, call.block, call.owner.shape[-1]
+    k, near, block, count = call.k, call.near, call.block, call.owner.shape[-1]
     rows, width, blocks = tuple(k.shape[:2]), k.shape[3], -(-k.shape[2] // block)
     least = min(call.sink + call.top_k, blocks)
     require(count >= least, NAME, f"near has {count} slots, needs sink + top_k = {least}")
@@ -213,15 +188,8 @@ def _check_near(call: Call) -> None:
         used=((*rows, count), torch.int32),
         counters=((*rows, 3), torch.int64),
     )
-    for label, tensor, (shape, dtype) in zip(
-        ResidentBlocks._fields, call.near, wanted, strict=True
-    ):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != k.device:
-            raise ArgumentError(
-                f"{NAME}: near.{label} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
-                f"needs {dtype} {list(shape)} on {k.device}"
-            )
-        require(tensor.is_contiguous(), NAME, f"near.{label} is not contiguous")
+    for label, tensor, (shape, dtype) in zip(near._fields, near, wanted, strict=True):
+        check_tensor(NAME, f"near.{label}", tensor, dtype, shape, k.device)
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -388,11 +356,7 @@ def launch_tiered_decode(*args, plan=None):
 
 
 _tiered_decode = define_op(
-    "tiered_decode(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, "
-    "Tensor(c!) bounds, Tensor(d!) progress, Tensor(e!) ring, Tensor(f!) slots, "
-    "Tensor(g!) table, Tensor(h!) owner, Tensor(i!) used, Tensor(j!) counters, Tensor lengths, "
-    "float scale, int block, int top_k, int sink, int local, str scoring, Tensor? start, "
-    "Tensor? key_mask, float softcap, Tensor? sinks) -> (Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_tiered_decode,

@@ -28,7 +28,8 @@ from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_as_given
+from attnplug.ops.common.reference import arrays
+from attnplug.ops.common.rows import mask_bytes, rows_as_given
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.views import rows_of, steps_of
 from attnplug.ops.gvr import topk as ranking
@@ -189,13 +190,8 @@ def _cpu(q, weights, keys, k, scale, lengths, key_mask, seen, picks):
         behind = torch.arange(1 - q.shape[1], 1, device="cpu")
         seen = lengths.clamp(0, size)[:, None] + behind
     _reference(
-        q.float().contiguous().numpy(),
-        weights.contiguous().numpy(),
-        keys.float().transpose(1, 2).contiguous().numpy(),
-        seen.long().clamp(0, size).contiguous().numpy(),
-        NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
-        np.float32(scale),
-        picks.numpy(),
+        *arrays(q.contiguous(), weights.contiguous(), keys.transpose(1, 2).contiguous()),
+        *arrays(seen.long().clamp(0, size).contiguous(), key_mask, scale, picks),
     )
 
 

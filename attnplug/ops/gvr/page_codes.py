@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from attnplug.ops.common.checks import check_attention_inputs
+from attnplug.ops.common.checks import check_attention_inputs, check_tensor
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.sizes import cdiv, padded_width
@@ -62,15 +62,8 @@ def page_codes(
 def _allocate(k, codes, scales, slots):
     check_attention_inputs(NAME, None, k)
     require(k.stride(3) == 1, NAME, f"k has a stride of {k.stride(3)} in D, needs 1")
-    for label, tensor, dtype, shape in (
-        ("codes", codes, torch.int8, k.shape),
-        ("scales", scales, torch.float32, k.shape[:3]),
-    ):
-        found = f"{label} is {tensor.dtype} {tuple(tensor.shape)}"
-        fits = tensor.dtype == dtype and tensor.shape == shape
-        require(fits, NAME, f"{found}, needs {dtype} {tuple(shape)}")
-        require(tensor.device == k.device, NAME, f"{label} is on {tensor.device}, k on {k.device}")
-        require(tensor.is_contiguous(), NAME, f"{label} is not contiguous")
+    check_tensor(NAME, "codes", codes, torch.int8, tuple(k.shape), k.device)
+    check_tensor(NAME, "scales", scales, torch.float32, tuple(k.shape[:3]), k.device)
     fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
     found = f"slots is {slots.dtype} {tuple(slots.shape)}"
     require(fits, NAME, f"{found}, needs int32 or int64 [N]")

@@ -21,15 +21,23 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
+from attnplug.ops.common.reference import add_tile, arrays
 from attnplug.ops.common.rows import rows_as_given
+from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.momo.delta_correct import correct_on_cpu, launch_delta_correct
 from attnplug.ops.momo.kernels import hopper as _hopper
 from attnplug.ops.momo.kernels.block_sparse import build_lists, launch_triton
 
 NAME = "block_sparse_attention"
+SCHEMA = (
+    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor index, float scale, int query_block, int block, "
+    "int sink, int window, Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, "
+    "Tensor? rows, int gamma, float weight) -> (Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 # One program sorts a query block's whole list in registers.
 MAX_BLOCKS = 8192
 
@@ -75,57 +83,27 @@ def block_sparse_attention(
     Source: MOMO (Measure Once, Mask Once), Algorithm 1, step 3.
     """
     refuse_gradients(NAME, q, k, v, rows)
-    return _OP(
-        q,
-        k,
-        v,
-        index,
-        scale,
-        query_block,
-        block,
-        sink,
-        window,
-        lengths,
-        start,
-        key_mask,
-        softcap,
-        rows,
-        gamma,
-        weight,
-    )
+    blocks, tokens = (query_block, block, sink, window), (lengths, start, key_mask)
+    return _OP(q, k, v, index, scale, *blocks, *tokens, softcap, rows, gamma, weight)
 
 
-def _allocate(
-    q,
-    k,
-    v,
-    index,
-    scale,
-    query_block,
-    block,
-    sink,
-    window,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    rows,
-    gamma,
-    weight,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_attention_inputs(NAME, q, k, v, head_dims=WIDE_HEAD_DIMS)
-    check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
-    for label, value, least in (
-        ("query_block", query_block, 1),
-        ("block", block, 1),
-        ("sink", sink, 0),
-        ("window", window, 0),
-        ("softcap", softcap, 0),
+def _allocate(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Call(*args)
+    q, index, rows, gamma, weight = call.q, call.index, call.rows, call.gamma, call.weight
+    check_attention_inputs(NAME, q, call.k, call.v, head_dims=WIDE_HEAD_DIMS)
+    check_sequence_inputs(NAME, q, call.k, call.lengths, call.start, call.key_mask)
+    for label, least in (
+        ("query_block", 1),
+        ("block", 1),
+        ("sink", 0),
+        ("window", 0),
+        ("softcap", 0),
     ):
+        value = getattr(call, label)
         require(value >= least, NAME, f"{label} is {value}, needs at least {least}")
     require(index.dtype == torch.int32, NAME, f"index is {index.dtype}, needs int32")
     require(index.device == q.device, NAME, f"index is on {index.device} but q is on {q.device}")
-    query_blocks = (q.shape[2] + query_block - 1) // query_block
+    query_blocks = cdiv(q.shape[2], call.query_block)
     require(
         index.dim() == 4 and index.shape[:3] == (q.shape[0], q.shape[1], query_blocks),
         NAME,
@@ -157,23 +135,6 @@ def _allocate(
 def _logit(x, scale, softcap):
     x *= scale
     return softcap * math.tanh(x / softcap) if softcap > 0.0 else x
-
-
-@njit()
-def _weigh(logits, row, best, total):
-    """One online-softmax step of query `row`: logits become weights; -> decay of what came before.
-    NaN never wins the maximum, and surfaces as a NaN weight."""
-    top = best[row]
-    for x in logits:
-        if x > top:
-            top = x
-    shift = top if top > -np.inf else np.float32(0.0)
-    decay = np.exp(best[row] - shift)
-    for n in range(logits.size):
-        logits[n] = np.exp(logits[n] - shift)
-    total[row] = total[row] * decay + logits.sum()
-    best[row] = top
-    return decay
 
 
 @njit()
@@ -212,8 +173,7 @@ def _query_block(q, k, v, keys, local_keys, position, scale, softcap, out, lse):
         for row in range(queries):
             for n in range(here.size):
                 weights[row, n] = _logit(weights[row, n], scale, softcap)
-            acc[row] *= _weigh(weights[row], row, best, total)
-        add_product(weights, values, acc)
+        add_tile(weights, values, best, total, acc)
     values = v[local_keys]
     near = np.zeros((queries, local_keys.size), np.float32)
     add_product(q, np.ascontiguousarray(k[local_keys].T), near)
@@ -222,8 +182,8 @@ def _query_block(q, k, v, keys, local_keys, position, scale, softcap, out, lse):
         if seen > 0:
             for n in range(seen):
                 near[row, n] = _logit(near[row, n], scale, softcap)
-            acc[row] *= _weigh(near[row, :seen], row, best, total)
-            add_product(near[row : row + 1, :seen], values[:seen], acc[row : row + 1])
+            own = slice(row, row + 1)
+            add_tile(near[own, :seen], values[:seen], best[own], total[own], acc[own])
         if keys.size + seen == 0:
             out[row] = 0.0
             lse[row] = -np.inf
@@ -283,26 +243,9 @@ def _reference(
         )
 
 
-def _cpu(
-    q,
-    k,
-    v,
-    index,
-    scale,
-    query_block,
-    block,
-    sink,
-    window,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    rows,
-    gamma,
-    weight,
-    out,
-    lse,
-):
+def _cpu(*args):
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    k, v, lengths, start = call.k, call.v, call.lengths, call.start
     batch, keys = k.shape[0], k.shape[2]
     length, begin = rows_as_given(batch, keys, lengths, start)
     longest = int(length.max()) if batch else 0
@@ -311,111 +254,59 @@ def _cpu(
             f"{NAME}: lengths go to {longest} and start from {int(begin.min())}, but k and v hold "
             f"keys 0 to {keys - 1}"
         )
-    visible = (
-        torch.ones(batch, keys, dtype=torch.bool, device="cpu") if key_mask is None else key_mask
-    )
+    visible = call.key_mask
+    if visible is None:
+        visible = torch.ones(batch, keys, dtype=torch.bool, device="cpu")
     wide = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     # Every array contiguous: numba compiles anew for each combination of layouts.
     _reference(
-        q.float().contiguous().numpy(),
-        k[:, :, :longest].float().contiguous().numpy(),
-        v[:, :, :longest].float().contiguous().numpy(),
-        index.contiguous().numpy(),
-        length.contiguous().numpy(),
-        begin.contiguous().numpy(),
-        visible.contiguous().numpy(),
-        np.float32(scale),
-        np.float32(softcap),
-        query_block,
-        block,
-        sink,
-        window,
-        wide.numpy(),
-        lse.numpy(),
+        *arrays(*(x.contiguous() for x in (call.q, k[:, :, :longest], v[:, :, :longest]))),
+        *arrays(*(x.contiguous() for x in (call.index, length, begin, visible))),
+        *arrays(call.scale, call.softcap, call.query_block, call.block, call.sink, call.window),
+        *arrays(wide, lse),
     )
-    if rows is not None:
-        wide = correct_on_cpu(wide, rows, gamma, weight, lengths, start, keys)
+    if call.rows is not None:
+        wide = correct_on_cpu(wide, call.rows, call.gamma, call.weight, lengths, start, keys)
     out.copy_(wide)
 
 
 # ---- CUDA ---------------------------------------------------------------------------------------
 
 
-def launch_block_sparse_attention(
-    q,
-    k,
-    v,
-    index,
-    scale,
-    query_block,
-    block,
-    sink,
-    window,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    rows,
-    gamma,
-    weight,
-    out,
-    lse,
-):
+def launch_block_sparse_attention(*args):
     """Fill `out` and `lse`; allocates the lists, nothing data dependent. Which kernel runs is
     decided by what the host knows, no value is read."""
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
     if out.numel() == 0:
         return
-    queries, keys = q.shape[2], k.shape[2]
-    lists, count = build_lists(
-        index, query_block, block, sink, window, lengths, start, queries, keys
-    )
+    tensors, keys = (call.q, call.k, call.v), call.k.shape[2]
+    query_block, block, rows, gamma = call.query_block, call.block, call.rows, call.gamma
+    blocks, tokens = (query_block, block, call.sink, call.window), (call.lengths, call.start)
+    listed = build_lists(call.index, *blocks, *tokens, call.q.shape[2], keys)
     sizes = query_block == _hopper.QUERY_BLOCK and block == _hopper.BLOCK
-    plain = start is None and key_mask is None and softcap == 0.0 and scale > 0.0
-    hopper = sizes and plain and _hopper.serves(q, k, v)
+    plain = call.start is None and call.key_mask is None and call.softcap == 0.0 and call.scale > 0
+    hopper = sizes and plain and _hopper.serves(*tensors)
     fused = hopper and rows is not None and _hopper.corrects(rows, gamma)
     sparse = out if rows is None or fused else torch.empty_like(out)
+    asked = {
+        "scale": call.scale,
+        "window": call.window,
+        "lengths": call.lengths,
+        "out": sparse,
+        "lse": lse,
+    }
     if hopper:
-        _hopper.launch_block_sparse(
-            q,
-            k,
-            v,
-            lists,
-            count,
-            scale=scale,
-            window=window,
-            lengths=lengths,
-            dense=rows if fused else None,
-            gamma=gamma,
-            weight=weight,
-            out=sparse,
-            lse=lse,
-        )
+        correction = {"dense": rows if fused else None, "gamma": gamma, "weight": call.weight}
+        _hopper.launch_block_sparse(*tensors, *listed, **asked, **correction)
     else:
-        launch_triton(
-            q,
-            k,
-            v,
-            lists,
-            count,
-            scale=scale,
-            query_block=query_block,
-            block=block,
-            window=window,
-            lengths=lengths,
-            start=start,
-            key_mask=key_mask,
-            softcap=softcap,
-            out=sparse,
-            lse=lse,
-        )
+        asked |= {"query_block": query_block, "block": block, "softcap": call.softcap}
+        launch_triton(*tensors, *listed, **asked, start=call.start, key_mask=call.key_mask)
     if sparse is not out:
-        launch_delta_correct(sparse, rows, gamma, weight, lengths, start, keys, out)
+        launch_delta_correct(sparse, rows, gamma, call.weight, *tokens, keys, out)
 
 
 _OP = define_op(
-    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor index, float scale, int query_block, int block, "
-    "int sink, int window, Tensor? lengths, Tensor? start, Tensor? key_mask, float softcap, "
-    "Tensor? rows, int gamma, float weight) -> (Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_block_sparse_attention,

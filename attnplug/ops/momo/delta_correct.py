@@ -17,6 +17,7 @@ import torch
 from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
+from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import row_step, rows_as_given
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import tl, triton
@@ -146,12 +147,8 @@ def correct_on_cpu(out_sparse, out_rows, gamma, weight, lengths, start, kv_lengt
     """The numba reference, float32."""
     wide = torch.empty(out_sparse.shape, dtype=torch.float32, device="cpu")
     _reference(
-        out_sparse.float().contiguous().numpy(),
-        out_rows.float().contiguous().numpy(),
-        gamma,
-        np.float32(weight),
-        _first_queries(out_sparse, lengths, start, kv_length),
-        wide.numpy(),
+        *arrays(out_sparse.contiguous(), out_rows.contiguous(), gamma, weight),
+        *arrays(_first_queries(out_sparse, lengths, start, kv_length), wide),
     )
     return wide
 

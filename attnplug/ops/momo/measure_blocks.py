@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.momo.kernels import hopper as _hopper
 from attnplug.ops.momo.kernels.measure_blocks import launch_lists
@@ -39,6 +39,12 @@ from attnplug.ops.momo.online_topk import EVERY
 from attnplug.ops.momo.query_sparse_attention import BLOCKS, run_reference
 
 NAME = "measure_blocks"
+SCHEMA = (
+    f"{NAME}(Tensor q, Tensor k, Tensor? v, Tensor before, float scale, int gamma, int block, "
+    "int query_block, int top_k, int sink, Tensor? lengths, Tensor? start, Tensor? key_mask, "
+    "float softcap) -> (Tensor, Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 # Scores kept at a time. More would not be faster: a quarter fills an H200 at 1M tokens.
 SCORE_BYTES = 1 << 30
 MAX_BLOCKS = 65536  # of a sequence: one program holds their masses in registers
@@ -86,42 +92,17 @@ def measure_blocks(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k, v)
-    return _op(
-        q,
-        k,
-        v,
-        before,
-        scale,
-        gamma,
-        block,
-        query_block,
-        top_k,
-        sink,
-        lengths,
-        start,
-        key_mask,
-        softcap,
-    )
+    sizes, rows = (gamma, block, query_block, top_k, sink), (lengths, start, key_mask)
+    return _op(q, k, v, before, scale, *sizes, *rows, softcap)
 
 
-def _allocate(
-    q,
-    k,
-    v,
-    before,
-    scale,
-    gamma,
-    block,
-    query_block,
-    top_k,
-    sink,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-):
+def _allocate(*args):
+    call = Call(*args)
+    q, k, v, scale, softcap = call.q, call.k, call.v, call.scale, call.softcap
+    gamma, block, query_block = call.gamma, call.block, call.query_block
+    top_k, sink = call.top_k, call.sink
     check_attention_inputs(NAME, q, k, v, head_dims=WIDE_HEAD_DIMS)
-    check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
+    check_sequence_inputs(NAME, q, k, call.lengths, call.start, call.key_mask)
     require(math.isfinite(scale) and scale > 0, NAME, f"scale is {scale}, needs a positive number")
     require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive number")
     require(gamma >= 1, NAME, f"gamma is {gamma}, needs at least 1")
@@ -140,7 +121,7 @@ def _allocate(
     )
     shape = (q.shape[0], q.shape[1], (q.shape[2] + gamma - 1) // gamma)
     query_blocks = (q.shape[2] + query_block - 1) // query_block
-    check_before(NAME, before, q.shape[0], query_blocks, q.device)
+    check_before(NAME, call.before, q.shape[0], query_blocks, q.device)
     return (
         q.new_empty((*shape, 0 if v is None else q.shape[3])),
         q.new_empty(shape, dtype=torch.float32),
@@ -151,50 +132,34 @@ def _allocate(
 # ---- numba: the specification -------------------------------------------------------------------
 
 
-def _cpu(
-    q,
-    k,
-    v,
-    before,
-    scale,
-    gamma,
-    block,
-    query_block,
-    top_k,
-    sink,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    out,
-    lse,
-    blocks,
-):
+def _cpu(*args):
+    call, (out, lse, blocks) = Call(*args[:-3]), args[-3:]
+    k, v = call.k, call.v
     if lse.numel() == 0:
         return
     v = k.new_empty((*k.shape[:3], 0)) if v is None else v
-    kept = max(1, k.shape[2] // block)
+    kept = max(1, k.shape[2] // call.block)
     index = torch.empty((*lse.shape, kept), dtype=torch.int32, device="cpu")
     score = torch.empty((*lse.shape, kept), dtype=torch.float32, device="cpu")
     run_reference(
         NAME,
-        (q, k, v, lengths, start, key_mask),
+        (call.q, k, v, call.lengths, call.start, call.key_mask),
         (out, lse, index, score),
-        scale=scale,
-        gamma=gamma,
-        block=block,
+        scale=call.scale,
+        gamma=call.gamma,
+        block=call.block,
         exact_k=0,
         algorithm=EVERY,
-        softcap=softcap,
+        softcap=call.softcap,
     )
     score = score.clamp_(max=65504).half().float()
-    edge = before[:, None].expand(blocks.shape[:3]).flatten(0, 1)
+    edge = call.before[:, None].expand(blocks.shape[:3]).flatten(0, 1)
     _choose(
         score.flatten(0, 1).numpy(),
         lse.flatten(0, 1).numpy(),
         edge.contiguous().numpy(),
-        query_block // gamma,
-        sink,
+        call.query_block // call.gamma,
+        call.sink,
         blocks.flatten(0, 1).numpy(),
     )
 
@@ -258,33 +223,18 @@ def _parts(shape, kv_heads, gamma, query_block, kept, padded) -> Iterator[_Part]
             yield _Part(slice(b, b + 1), slice(first, last), slice(0, queries))
 
 
-def launch_measure_blocks(
-    q,
-    k,
-    v,
-    before,
-    scale,
-    gamma,
-    block,
-    query_block,
-    top_k,
-    sink,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    out,
-    lse,
-    blocks,
-):
+def launch_measure_blocks(*args):
     """The kernels on the current device, or Triton's interpreted on CPU tensors
     (TRITON_INTERPRET=1). No value is read on the host."""
+    call, (out, lse, blocks) = Call(*args[:-3]), args[-3:]
     if lse.numel() == 0:
         return
+    q, k, v, lengths, start, key_mask = *args[:3], call.lengths, call.start, call.key_mask
+    gamma, block, query_block = call.gamma, call.block, call.query_block
     kept = max(1, k.shape[2] // block)
     group, queries = q.shape[1] // k.shape[1], q.shape[2]
     padded = start is not None
-    before = before.expand(q.shape[0], -1)
+    before = call.before.expand(q.shape[0], -1)
     for part in _parts(q.shape, k.shape[1], gamma, query_block, kept, padded):
         heads = slice(part.heads.start * group, part.heads.stop * group)
         rows = slice(part.queries.start // gamma, -(-part.queries.stop // gamma))
@@ -297,13 +247,13 @@ def launch_measure_blocks(
             k[part.batch, part.heads, keys],
             None if v is None else v[part.batch, part.heads, keys],
             *contiguous,
-            scale=scale,
+            scale=call.scale,
             gamma=gamma,
             block=block,
             lengths=_cut(lengths, part.batch, later),
             start=_cut(start, part.batch, 0),
             key_mask=None if key_mask is None else key_mask[part.batch, keys],
-            softcap=softcap,
+            softcap=call.softcap,
         )
         launch_lists(
             score,
@@ -312,7 +262,7 @@ def launch_measure_blocks(
             blocks[part.batch, heads],
             first=part.queries.start // query_block,
             rows=query_block // gamma,
-            sink=sink,
+            sink=call.sink,
         )
         for view, filled in zip(target, contiguous, strict=True):
             if view is not filled:
@@ -362,9 +312,7 @@ def _launch_scores(
 
 
 _op = define_op(
-    f"{NAME}(Tensor q, Tensor k, Tensor? v, Tensor before, float scale, int gamma, int block, "
-    "int query_block, int top_k, int sink, Tensor? lengths, Tensor? start, Tensor? key_mask, "
-    "float softcap) -> (Tensor, Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_measure_blocks,

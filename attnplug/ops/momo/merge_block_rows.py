@@ -23,6 +23,7 @@ import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
+from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.common.triton import tl, triton
@@ -207,15 +208,9 @@ def _cpu(index, score, lse, rows, trim, merge, sink, before, out):
         else before.long()
     )
     _reference(
-        index.flatten(0, 1).contiguous().numpy(),
-        score.flatten(0, 1).contiguous().numpy(),
-        lse.flatten(0, 1).contiguous().numpy(),
-        rows,
-        trim,
-        merge == "mass",
-        sink,
-        limit[:, None].expand(out.shape[:3]).flatten(0, 1).contiguous().numpy(),
-        out.flatten(0, 1).numpy(),
+        *arrays(index.flatten(0, 1).contiguous(), score.flatten(0, 1).contiguous()),
+        *arrays(lse.flatten(0, 1).contiguous(), rows, trim, merge == "mass", sink),
+        *arrays(limit[:, None].expand(out.shape[:3]).flatten(0, 1).contiguous(), out.flatten(0, 1)),
     )
 
 

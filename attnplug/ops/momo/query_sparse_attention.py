@@ -28,7 +28,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.momo.kernels import hopper as _hopper
@@ -36,6 +36,12 @@ from attnplug.ops.momo.kernels.query_sparse import launch_triton, offered_before
 from attnplug.ops.momo.online_topk import ALGORITHMS, offer, start_rows, write_row
 
 NAME = "query_sparse_attention"
+SCHEMA = (
+    "query_sparse_attention(Tensor q, Tensor k, Tensor v, float scale, int gamma, int block, "
+    "int top_k, int exact_k, str algorithm, Tensor? lengths, Tensor? start, Tensor? key_mask, "
+    "float softcap) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 BLOCKS = (16, 32, 64, 128)
 # The exact slots of "estimated" live in registers, a row's all at once.
 MAX_EXACT = 64
@@ -125,35 +131,18 @@ def _allocate(
 # ---- numba reference ----
 
 
-def _cpu(
-    q,
-    k,
-    v,
-    scale,
-    gamma,
-    block,
-    top_k,
-    exact_k,
-    algorithm,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    out,
-    lse,
-    index,
-    score,
-):
+def _cpu(*args):
+    call, outputs = Call(*args[:-4]), args[-4:]
     run_reference(
         NAME,
-        (q, k, v, lengths, start, key_mask),
-        (out, lse, index, score),
-        scale=scale,
-        gamma=gamma,
-        block=block,
-        exact_k=exact_k,
-        algorithm=ALGORITHMS.index(algorithm),
-        softcap=softcap,
+        (*args[:3], call.lengths, call.start, call.key_mask),
+        outputs,
+        scale=call.scale,
+        gamma=call.gamma,
+        block=call.block,
+        exact_k=call.exact_k,
+        algorithm=ALGORITHMS.index(call.algorithm),
+        softcap=call.softcap,
     )
 
 
@@ -316,52 +305,21 @@ def _exponentials(p, visible, mask, scale, softcap):
 # ---- CUDA ----
 
 
-def launch_query_sparse_attention(
-    q,
-    k,
-    v,
-    scale,
-    gamma,
-    block,
-    top_k,
-    exact_k,
-    algorithm,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    out,
-    lse,
-    index,
-    score,
-):
+def launch_query_sparse_attention(*args):
     """The kernel on the current device, or Triton's interpreted on CPU tensors
     (TRITON_INTERPRET=1). Which one runs is decided by what the host knows, no value is read."""
+    call, outputs = Call(*args[:-4]), args[-4:]
+    out, lse, index, score = outputs
     if out.numel() == 0:
         return
-    plain = start is None and key_mask is None and softcap == 0.0
-    if plain and _hopper_selects(block, top_k, exact_k, algorithm) and _hopper.serves(q, k, v):
-        _hopper.launch_query_sparse(q, k, v, scale, gamma, exact_k, lengths, out, lse, index, score)
+    tensors = args[:3]
+    plain = call.start is None and call.key_mask is None and call.softcap == 0.0
+    selects = _hopper_selects(call.block, call.top_k, call.exact_k, call.algorithm)
+    if plain and selects and _hopper.serves(*tensors):
+        choice = call.scale, call.gamma, call.exact_k, call.lengths
+        _hopper.launch_query_sparse(*tensors, *choice, *outputs)
         return
-    launch_triton(
-        q,
-        k,
-        v,
-        scale=scale,
-        gamma=gamma,
-        block=block,
-        top_k=top_k,
-        exact_k=exact_k,
-        algorithm=algorithm,
-        lengths=lengths,
-        start=start,
-        key_mask=key_mask,
-        softcap=softcap,
-        out=out,
-        lse=lse,
-        index=index,
-        score=score,
-    )
+    launch_triton(**call._asdict(), out=out, lse=lse, index=index, score=score)
 
 
 def _hopper_selects(block, top_k, exact_k, algorithm):
@@ -371,9 +329,7 @@ def _hopper_selects(block, top_k, exact_k, algorithm):
 
 
 _op = define_op(
-    "query_sparse_attention(Tensor q, Tensor k, Tensor v, float scale, int gamma, int block, "
-    "int top_k, int exact_k, str algorithm, Tensor? lengths, Tensor? start, Tensor? key_mask, "
-    "float softcap) -> (Tensor, Tensor, Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_query_sparse_attention,

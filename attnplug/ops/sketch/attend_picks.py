@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import Loop
-from attnplug.ops.common.reference import reference_kept
+from attnplug.ops.common.reference import arrays, reference_kept
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
@@ -40,6 +40,12 @@ from attnplug.ops.sketch.prepare_query import check_step
 from attnplug.ops.sketch.state import Codes
 
 NAME = "sketch_attend"
+SCHEMA = (
+    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor projected, Tensor fine, Tensor coarse, "
+    "Tensor picks, Tensor cut, Tensor norm, float scale, int pieces, float softcap) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 TILE = 64  # picks of one step
 # Of a program of several steps in four warps: with 204 two of them fitted a multiprocessor, where
 # the plan counts on three. Larger groups and eight warps would only spill.
@@ -186,39 +192,12 @@ def _reference(
             pick_sums[b, heads_of, p] = sums
 
 
-def _cpu(
-    q,
-    k,
-    v,
-    projected,
-    fine,
-    coarse,
-    picks,
-    cut,
-    norm,
-    scale,
-    pieces,
-    softcap,
-    pick_out,
-    pick_lse,
-    pick_sums,
-):
+def _cpu(*args):
+    call, outputs = Call(*args[:-3]), args[-3:]
+    size = TILE * tiles_of(call.picks.shape[2], call.pieces)
     _reference(
-        q.float().contiguous().numpy(),
-        k.float().numpy(),
-        v.float().numpy(),
-        projected.numpy(),
-        fine.numpy(),
-        coarse.numpy(),
-        picks.numpy(),
-        cut.numpy(),
-        norm.numpy(),
-        np.float32(scale),
-        np.float32(softcap),
-        TILE * tiles_of(picks.shape[2], pieces),
-        pick_out.numpy(),
-        pick_lse.numpy(),
-        pick_sums.numpy(),
+        *arrays(call.q.contiguous(), *args[1 : Call._fields.index("scale")]),
+        *arrays(call.scale, call.softcap, size, *outputs),
     )
 
 
@@ -235,33 +214,16 @@ def _tile(rows: int, padded: int, itemsize: int, shared: int) -> int:
     return tile
 
 
-def launch_attend_picks(
-    q,
-    k,
-    v,
-    projected,
-    fine,
-    coarse,
-    picks,
-    cut,
-    norm,
-    scale,
-    pieces,
-    softcap,
-    pick_out,
-    pick_lse,
-    pick_sums,
-    warps=4,
-    chained=False,
-    fetched=False,
-):
+def launch_attend_picks(*args, warps=4, chained=False, fetched=False):
     """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter. `chained`:
     the kernel in front is `pick`, or `fetched` with it: one that has put keys and values side by
     side in the order of the picks."""
+    call, (pick_out, pick_lse, pick_sums) = Call(*args[:-3]), args[-3:]
+    fine, coarse, picks, pieces = call.fine, call.coarse, call.picks, call.pieces
     batch, kv_heads, size = fine.shape[:3]
-    found, (pdl, dependent) = card(q.device), early(q.device)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    factor, cap = base_two(scale, softcap)
+    found, (pdl, dependent) = card(fine.device), early(fine.device)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in args[:3])
+    factor, cap = base_two(call.scale, call.softcap)
     shape, tiles = shape_of(q, fine), tiles_of(picks.shape[2], pieces)
     tile = _tile(shape.ROWS, shape.DP, q.element_size(), found.shared)
     few = tiles > 1 and warps == 4 and shape.GROUP <= 16
@@ -270,11 +232,11 @@ def launch_attend_picks(
         warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
-        projected=projection_of(projected),
+        projected=projection_of(call.projected),
         codes=Codes(fine, coarse, None, None),
         picks=picks,
-        cut=cut,
-        norm=norm,
+        cut=call.cut,
+        norm=call.norm,
         pieces=Pieces(pick_out, pick_lse, pieces),
         pick_sums=pick_sums,
         scale=factor,
@@ -286,7 +248,7 @@ def launch_attend_picks(
         CODE=Code.of(fine, coarse),
         TILE=tile,
         TILES=tiles * TILE // tile,
-        CAPPED=softcap > 0,
+        CAPPED=call.softcap > 0,
         ASM=found.asm,
         CHAINED=chained,
         FETCHED=fetched,
@@ -298,9 +260,7 @@ def launch_attend_picks(
 
 
 _attend_picks = define_op(
-    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor projected, Tensor fine, Tensor coarse, "
-    "Tensor picks, Tensor cut, Tensor norm, float scale, int pieces, float softcap) "
-    "-> (Tensor, Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_attend_picks,

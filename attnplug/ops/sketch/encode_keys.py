@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import DTYPES, check_sequence_inputs, why_not_width
+from attnplug.ops.common.checks import DTYPES, check_sequence_inputs, check_tensor, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.reference import arrays
+from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import padded_width
 from attnplug.ops.common.views import cache_of, rows_of, steps_of
 from attnplug.ops.sketch.kernels import codes as kernel_codes
@@ -82,12 +83,7 @@ def _allocate(k, v, encoder, fine, coarse, odd, progress, lengths, start, key_ma
 
 def check_float(name, label, tensor, shape, device):
     """Raise ArgumentError unless a tensor is float32, contiguous, of a shape and on a device."""
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch.float32:
-        raise ArgumentError(
-            f"{name}: {label} is {tensor.dtype} {tuple(tensor.shape)}, needs float32 {list(shape)}"
-        )
-    require(tensor.device == device, name, f"{label} is on {tensor.device}, needs {device}")
-    require(tensor.is_contiguous(), name, f"{label} is not contiguous")
+    check_tensor(name, label, tensor, torch.float32, tuple(shape), device)
 
 
 def check_codes(name, k, fine, coarse, odd, progress):
@@ -106,13 +102,7 @@ def check_codes(name, k, fine, coarse, odd, progress):
         ("odd", odd, (batch, heads, -(-size // CHUNK)), torch.uint8),
         ("progress", progress, (batch, 2), torch.int32),
     ):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise ArgumentError(
-                f"{name}: {label} is {tensor.dtype} {tuple(tensor.shape)}, needs {dtype} "
-                f"{list(shape)}"
-            )
-        require(tensor.device == k.device, name, f"{label} is on {tensor.device}, k on {k.device}")
-        require(tensor.is_contiguous(), name, f"{label} is not contiguous")
+        check_tensor(name, label, tensor, dtype, shape, k.device)
 
 
 # --- CPU: the specification ------------------------------------------------------------------
@@ -179,17 +169,8 @@ def encode_on_cpu(k, v, encoder, fine, coarse, odd, progress, lengths, start, ke
         first = int((start + done.clamp(min=1) * BLOCK)[missing].min())
         last = int((start + near * BLOCK)[missing].max())
         _reference(
-            k[:, :, first:last].float().numpy(),
-            v[:, :, first:last].float().numpy(),
-            encoder.numpy(),
-            NO_MASK if key_mask is None else key_mask.numpy(),
-            fine.numpy(),
-            coarse.numpy(),
-            odd.numpy(),
-            done.numpy(),
-            lengths.numpy(),
-            start.numpy(),
-            first,
+            *arrays(k[:, :, first:last], v[:, :, first:last], encoder, key_mask, fine, coarse, odd),
+            *arrays(done, lengths, start, first),
         )
     progress[:, 0] = torch.maximum(done, near)
     progress[:, 1] = start

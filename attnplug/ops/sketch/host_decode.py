@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from attnplug.errors import ArgumentError
+from attnplug.ops.common.checks import check_tensor
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
-from attnplug.ops.common.rows import mask_bytes
+from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import triton
 from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of, token_of
@@ -116,12 +116,7 @@ def _allocate(*args):
         require(tensor.stride(3) == 1, NAME, f"{label} has a stride of {tensor.stride(3)} in D")
     wanted = ((*rows, 2, FIXED, width), call.k.dtype), ((*rows, 2), torch.int32)
     for label, tensor, (shape, dtype) in zip(FixedPart._fields, fixed, wanted, strict=True):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != call.k.device:
-            raise ArgumentError(
-                f"{NAME}: fixed.{label} is {tensor.dtype} {tuple(tensor.shape)} on "
-                f"{tensor.device}, needs {dtype} {list(shape)} on {call.k.device}"
-            )
-        require(tensor.is_contiguous(), NAME, f"fixed.{label} is not contiguous")
+        check_tensor(NAME, f"fixed.{label}", tensor, dtype, shape, call.k.device)
     return outputs
 
 
@@ -157,20 +152,11 @@ def _prepare_from(fixed: FixedPart, written: torch.Tensor):
 
     def prepare_query(q, k, v, queries, scale, lengths, start, key_mask, softcap):
         batch, size = k.shape[0], k.shape[2]
-        ends = (
-            torch.tensor([size], dtype=torch.int64, device="cpu")
-            if lengths is None
-            else lengths.clamp(0, size)
-        )
-        lows = (
-            torch.tensor([0], dtype=torch.int64, device="cpu")
-            if start is None
-            else start.clamp(0, size)
-        )
+        ends, lows = rows_on_cpu(k, lengths, start)
         counts, mask = torch.zeros(batch, dtype=torch.int64, device="cpu"), None
         if key_mask is not None:
             mask = torch.zeros((batch, FIXED), dtype=torch.bool, device="cpu")
-        rows = zip(ends.expand(batch).tolist(), lows.expand(batch).tolist(), strict=True)
+        rows = zip(ends.tolist(), lows.tolist(), strict=True)
         for b, (end, low) in enumerate(rows):
             near = near_block(end, low)
             _hold(fixed, k, v, b, end, low, near, bool(written[b]))

@@ -14,10 +14,10 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_sinks
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.reference import sinks_on_cpu
+from attnplug.ops.common.reference import arrays, sinks_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.triton import triton
@@ -31,6 +31,12 @@ NAME = "sketch_merge"
 TAILS = ("drop", "regression")
 COLUMNS = 32  # of the head dimension, for one program
 RATIO = kernels.RATIO.value
+SCHEMA = (
+    f"{NAME}(Tensor q, Tensor projected, Tensor fixed_out, Tensor fixed_lse, Tensor pick_out, "
+    "Tensor pick_lse, Tensor pick_sums, Tensor sums, Tensor norm, Tensor cut, Tensor v_mean, "
+    "str tail, float softcap, Tensor? sinks) -> (Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 
 
 def merge_sketch(
@@ -70,44 +76,15 @@ def merge_sketch(
         ArgumentError: a shape, dtype, device or option does not fit.
         GradientError: an input requires grad.
     """
-    refuse_gradients(
-        NAME, q, projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut,
-        v_mean, sinks,
-    )  # fmt: skip
-    return _merge_sketch(
-        q,
-        projected,
-        fixed_out,
-        fixed_lse,
-        pick_out,
-        pick_lse,
-        pick_sums,
-        sums,
-        norm,
-        cut,
-        v_mean,
-        tail,
-        softcap,
-        sinks,
-    )
+    pieces = fixed_out, fixed_lse, pick_out, pick_lse, pick_sums
+    read = projected, *pieces, sums, norm, cut, v_mean
+    refuse_gradients(NAME, q, *read, sinks)
+    return _merge_sketch(q, *read, tail, softcap, sinks)
 
 
-def _allocate(
-    q,
-    projected,
-    fixed_out,
-    fixed_lse,
-    pick_out,
-    pick_lse,
-    pick_sums,
-    sums,
-    norm,
-    cut,
-    v_mean,
-    tail,
-    softcap,
-    sinks,
-):
+def _allocate(*args):
+    call = Call(*args)
+    q, cut, tail = call.q, call.cut, call.tail
     if q.dim() != 4 or q.shape[2] != 1 or q.dtype not in DTYPES:
         raise ArgumentError(
             f"{NAME}: q is {q.dtype} {tuple(q.shape)}, needs float32, float16 or bfloat16 "
@@ -116,27 +93,28 @@ def _allocate(
     batch, heads, _, width = q.shape
     if tail not in TAILS:
         raise ArgumentError(f"{NAME}: tail is {tail!r}, needs one of {', '.join(TAILS)}")
-    rows, fixed, pieces = (batch, heads), fixed_lse.shape[-1], pick_lse.shape[-1]
-    for label, tensor, shape in (
-        ("projected", projected, (*rows, projected.shape[-1])),
-        ("fixed_out", fixed_out, (*rows, fixed, width)),
-        ("fixed_lse", fixed_lse, (*rows, fixed)),
-        ("pick_out", pick_out, (*rows, pieces, width)),
-        ("pick_lse", pick_lse, (*rows, pieces)),
-        ("pick_sums", pick_sums, (*rows, pieces, 4)),
-        ("sums", sums, (*rows, sums.shape[-2], 2)),
-        ("norm", norm, rows),
-        ("cut", cut, (batch, cut.shape[1], 3)),
-        ("v_mean", v_mean, (batch, cut.shape[1], width)),
+    rows = batch, heads
+    fixed, pieces = ((*rows, x.shape[-1]) for x in (call.fixed_lse, call.pick_lse))
+    for label, shape in (
+        ("projected", (*rows, call.projected.shape[-1])),
+        ("fixed_out", (*fixed, width)),
+        ("fixed_lse", fixed),
+        ("pick_out", (*pieces, width)),
+        ("pick_lse", pieces),
+        ("pick_sums", (*pieces, 4)),
+        ("sums", (*rows, call.sums.shape[-2], 2)),
+        ("norm", rows),
+        ("cut", (batch, cut.shape[1], 3)),
+        ("v_mean", (batch, cut.shape[1], width)),
     ):
-        check_float(NAME, label, tensor, shape, q.device)
+        check_float(NAME, label, getattr(call, label), shape, q.device)
     require(
         heads % cut.shape[1] == 0,
         NAME,
         f"{heads} query heads are not a multiple of {cut.shape[1]} KV heads",
     )
-    if sinks is not None:
-        check_sinks(NAME, q, sinks)
+    if call.sinks is not None:
+        check_sinks(NAME, q, call.sinks)
     return q.new_empty(q.shape), q.new_empty((*rows, 1), dtype=torch.float32)
 
 
@@ -218,33 +196,13 @@ def _reference(
         out[b, row, 0] = acc / divisor
 
 
-def _cpu(
-    q,
-    projected,
-    fixed_out,
-    fixed_lse,
-    pick_out,
-    pick_lse,
-    pick_sums,
-    sums,
-    norm,
-    cut,
-    v_mean,
-    tail,
-    softcap,
-    sinks,
-    out,
-    lse,
-):
+def _cpu(*args):
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
     result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
-    read = (projected, fixed_out, fixed_lse, pick_out, pick_lse, pick_sums, sums, norm, cut, v_mean)
+    read = args[1 : Call._fields.index("tail")]
     _reference(
-        *(x.numpy() for x in read),
-        tail == "drop",
-        softcap > 0,
-        sinks_on_cpu(sinks),
-        result.numpy(),
-        lse.numpy(),
+        *arrays(*read, call.tail == "drop", call.softcap > 0),
+        *arrays(sinks_on_cpu(call.sinks), result, lse),
     )
     out.copy_(result)
 
@@ -252,54 +210,34 @@ def _cpu(
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-def launch_merge_sketch(
-    q,
-    projected,
-    fixed_out,
-    fixed_lse,
-    pick_out,
-    pick_lse,
-    pick_sums,
-    sums,
-    norm,
-    cut,
-    v_mean,
-    tail,
-    softcap,
-    sinks,
-    out,
-    lse,
-    note=None,
-    counted=None,
-    hint=None,
-    is_new=False,
-    columns=COLUMNS,
-):
+def launch_merge_sketch(*args, note=None, counted=None, hint=None, is_new=False, columns=COLUMNS):
     """Run the kernel; tensors as in `merge_sketch`, on a GPU or in Triton's interpreter. In the
     chain, `note` is (progress, lengths, start, size of the cache), `counted` the lengths that are
     to grow by the new token, which `lengths` lack if it `is_new`; `hint` is written."""
-    batch, heads, _, width = q.shape
-    pdl, dependent = early(q.device)
+    call, (out, lse) = Call(*args[:-2]), args[-2:]
+    batch, heads, _, width = call.q.shape
+    pdl, dependent = early(call.q.device)
     progress, lengths, start, size = note or (None, None, None, 0)
-    rank, parts = (projected.shape[2] - 2 - width) // 2, sums.shape[2]
-    fixed, picked = pieces_of(fixed_out, fixed_lse), pieces_of(pick_out, pick_lse)
+    rank, parts = (call.projected.shape[2] - 2 - width) // 2, call.sums.shape[2]
+    fixed = pieces_of(call.fixed_out, call.fixed_lse)
+    picked = pieces_of(call.pick_out, call.pick_lse)
     kernels.merge.run(
         grid=(batch * heads, cdiv(width, columns)),
         warmup=False,
-        projected=projection_of(projected),
+        projected=projection_of(call.projected),
         fixed=fixed,
         picked=picked,
-        pick_sums=pick_sums,
-        scanned=Scanned(sums=sums, norm=norm, parts=parts),
-        cut=cut,
-        v_mean=v_mean,
-        output=Output(None, out, lse, sinks),
+        pick_sums=call.pick_sums,
+        scanned=Scanned(sums=call.sums, norm=call.norm, parts=parts),
+        cut=call.cut,
+        v_mean=call.v_mean,
+        output=Output(None, out, lse, call.sinks),
         rows=rows_of(size, lengths, start),
         progress=progress,
         counted=counted,
         hint=hint,
         heads=heads,
-        group=heads // cut.shape[1],
+        group=heads // call.cut.shape[1],
         counts=batch if counted is None else counted.shape[0],
         D=width,
         COLUMNS=columns,
@@ -308,8 +246,8 @@ def launch_merge_sketch(
         FIXED=triton.next_power_of_2(fixed.number),
         PIECES=triton.next_power_of_2(picked.number),
         PARTS=triton.next_power_of_2(parts),
-        TAIL=tail,
-        CAPPED=softcap > 0,
+        TAIL=call.tail,
+        CAPPED=call.softcap > 0,
         BATCH=batch,
         NEW=int(is_new),
         CHAINED=note is not None,
@@ -321,9 +259,7 @@ def launch_merge_sketch(
 
 
 _merge_sketch = define_op(
-    f"{NAME}(Tensor q, Tensor projected, Tensor fixed_out, Tensor fixed_lse, Tensor pick_out, "
-    "Tensor pick_lse, Tensor pick_sums, Tensor sums, Tensor norm, Tensor cut, Tensor v_mean, "
-    "str tail, float softcap, Tensor? sinks) -> (Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_merge_sketch,

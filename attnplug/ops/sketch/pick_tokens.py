@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import check_sequence_inputs
+from attnplug.ops.common.checks import check_sequence_inputs, check_tensor
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
+from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.triton import triton
@@ -76,17 +77,8 @@ def _allocate(shares, total, middle, top_k, lengths, start):
             f"{NAME}: shares is {shares.dtype} {tuple(shares.shape)}, needs float16 [B,Hkv,S]"
         )
     rows = tuple(shares.shape[:2])
-    for label, tensor, shape, dtype in (
-        ("total", total, (*rows, BINS), torch.int32),
-        ("middle", middle, rows, torch.float32),
-    ):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise ArgumentError(
-                f"{NAME}: {label} is {tensor.dtype} {tuple(tensor.shape)}, needs {dtype} "
-                f"{list(shape)}"
-            )
-        require(tensor.device == shares.device, NAME, f"{label} is on {tensor.device}")
-        require(tensor.is_contiguous(), NAME, f"{label} is not contiguous")
+    check_tensor(NAME, "total", total, torch.int32, (*rows, BINS), shares.device)
+    check_tensor(NAME, "middle", middle, torch.float32, rows, shares.device)
     require(shares.is_contiguous(), NAME, "shares is not contiguous")
     require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
     like = shares[..., None]
@@ -173,14 +165,7 @@ def _reference(shares, total, middle, top_k, lengths, start, picks, cut):
 def _cpu(shares, total, middle, top_k, lengths, start, picks, cut):
     lengths, start = rows_on_cpu(shares[..., None], lengths, start)
     _reference(
-        shares.float().numpy(),
-        total.numpy(),
-        middle.numpy(),
-        top_k,
-        lengths.numpy(),
-        start.numpy(),
-        picks.numpy(),
-        cut.numpy(),
+        *arrays(shares, total, middle, top_k, lengths, start, picks, cut),
     )
 
 

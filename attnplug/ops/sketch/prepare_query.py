@@ -18,8 +18,8 @@ from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.reference import reference_kept
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.reference import arrays, reference_kept
+from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
@@ -154,18 +154,8 @@ def _cpu(
 ):
     lengths, start = rows_on_cpu(k, lengths, start)
     _reference(
-        q.float().contiguous().numpy(),
-        k.float().numpy(),
-        v.float().numpy(),
-        queries.numpy(),
-        lengths.numpy(),
-        start.numpy(),
-        NO_MASK if key_mask is None else key_mask.numpy(),
-        np.float32(scale),
-        np.float32(softcap),
-        projected.numpy(),
-        fixed_out.numpy(),
-        fixed_lse.numpy(),
+        *arrays(q.contiguous(), k, v, queries, lengths, start, key_mask, scale, softcap),
+        *arrays(projected, fixed_out, fixed_lse),
     )
 
 

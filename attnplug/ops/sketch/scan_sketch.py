@@ -20,10 +20,11 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
 from attnplug.ops.common.numba_cache import njit, prange
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.reference import arrays
+from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.triton import triton
 from attnplug.ops.common.views import rows_of, steps_of
@@ -45,6 +46,12 @@ from attnplug.ops.sketch.kernels.codes import Code, Scanned, pieces_of, projecti
 from attnplug.ops.sketch.state import BLOCK, CHUNK, Codes
 
 NAME = "sketch_scan"
+SCHEMA = (
+    f"{NAME}(Tensor projected, Tensor fixed_lse, Tensor fine, Tensor coarse, Tensor odd, "
+    "Tensor progress, int top_k, int parts, Tensor? lengths, Tensor? start, Tensor? key_mask, "
+    "float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 
 
 def scan_sketch(
@@ -90,43 +97,21 @@ def scan_sketch(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, projected, fixed_lse)
-    return _scan_sketch(
-        projected,
-        fixed_lse,
-        fine,
-        coarse,
-        odd,
-        progress,
-        top_k,
-        parts,
-        lengths,
-        start,
-        key_mask,
-        softcap,
-    )
+    codes, rows = (fine, coarse, odd, progress), (lengths, start, key_mask)
+    return _scan_sketch(projected, fixed_lse, *codes, top_k, parts, *rows, softcap)
 
 
-def _allocate(
-    projected,
-    fixed_lse,
-    fine,
-    coarse,
-    odd,
-    progress,
-    top_k,
-    parts,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-):
-    check_scan_inputs(NAME, projected, fine, coarse, odd, progress, lengths, start, key_mask)
+def _allocate(*args):
+    call = Call(*args)
+    projected, fine, parts = call.projected, call.fine, call.parts
+    codes, rows = (fine, call.coarse, call.odd, call.progress), (call.lengths, call.start)
+    check_scan_inputs(NAME, projected, *codes, *rows, call.key_mask)
     batch, heads = projected.shape[:2]
-    check_float(
-        NAME, "fixed_lse", fixed_lse, (*projected.shape[:2], fixed_lse.shape[-1]), projected.device
-    )
-    require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
+    pieces = batch, heads, call.fixed_lse.shape[-1]
+    check_float(NAME, "fixed_lse", call.fixed_lse, pieces, projected.device)
+    require(call.top_k >= 1, NAME, f"top_k is {call.top_k}, needs at least 1")
     require(parts >= 1, NAME, f"parts is {parts}, needs at least 1")
+    softcap = call.softcap
     require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive cap")
     rows, new = fine.shape[:2], projected.new_empty
     return (
@@ -280,47 +265,19 @@ def _count(shares, lengths, start, middle, total):
                     total[b, h, index] += 1
 
 
-def _cpu(
-    projected,
-    fixed_lse,
-    fine,
-    coarse,
-    odd,
-    progress,
-    top_k,
-    parts,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    shares,
-    total,
-    sums,
-    norm,
-    middle,
-):
-    lengths, start = rows_on_cpu(fine, lengths, start)
+def _cpu(*args):
+    call, (shares, total, sums, norm, middle) = Call(*args[:-5]), args[-5:]
+    progress = call.progress
+    lengths, start = rows_on_cpu(call.fine, call.lengths, call.start)
     done = torch.where(progress[:, 1] == start, progress[:, 0], 0)
     wide = torch.full_like(shares, -torch.inf, dtype=torch.float32)
     _score(
-        projected.numpy(),
-        fixed_lse.numpy(),
-        fine.numpy(),
-        coarse.numpy(),
-        odd.numpy(),
-        done.numpy(),
-        lengths.numpy(),
-        start.numpy(),
-        NO_MASK if key_mask is None else key_mask.numpy(),
-        top_k,
-        np.float32(softcap * LOG2E),
-        wide.numpy(),
-        sums.numpy(),
-        norm.numpy(),
-        middle.numpy(),
+        *arrays(call.projected, call.fixed_lse, call.fine, call.coarse, call.odd, done),
+        *arrays(lengths, start, call.key_mask, call.top_k, call.softcap * LOG2E),
+        *arrays(wide, sums, norm, middle),
     )
     shares.copy_(wide)
-    _count(shares.float().numpy(), lengths.numpy(), start.numpy(), middle.numpy(), total.numpy())
+    _count(*arrays(shares, lengths, start, middle, total))
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -343,54 +300,35 @@ ALL_PARTS = -1  # the `fewest` with which every row has all of them
 
 
 def launch_scan_sketch(
-    projected,
-    fixed_lse,
-    fine,
-    coarse,
-    odd,
-    progress,
-    top_k,
-    parts,
-    lengths,
-    start,
-    key_mask,
-    softcap,
-    shares,
-    total,
-    sums,
-    norm,
-    middle,
-    plan=PLAN,
-    chained=False,
-    hint=None,
-    is_new=False,
-    fewest=ALL_PARTS,
-    counted=None,
+    *args, plan=PLAN, chained=False, hint=None, is_new=False, fewest=ALL_PARTS, counted=None
 ):
     """Run a kernel; tensors as in `scan_sketch`, on a GPU or in Triton's interpreter. In a chain
     `total` has been cleared, and the codes are known to be complete. Tokens are counted from the
     bin `hint` on, float32 `[B, Hkv]`, which the picks of the step before left; 0: all. With
     `is_new`, `lengths` lack a token. A short row has fewer parts, about `fewest` (`parts_of`).
     `counted` gets what `pick_tokens.Notes` says."""
+    call, (shares, total, sums, norm, middle) = Call(*args[:-5]), args[-5:]
+    projected, fine, parts = call.projected, call.fine, call.parts
+    lengths, start, key_mask, softcap = call.lengths, call.start, call.key_mask, call.softcap
     batch, kv_heads, size, _ = fine.shape
     group = projected.shape[1] // kv_heads
     found, (pdl, dependent) = card(projected.device), early(projected.device)
     if not chained:
         total.zero_()
-    fixed = pieces_of(None, fixed_lse)
+    fixed = pieces_of(None, call.fixed_lse)
     asked = {
         "projected": projection_of(projected),
         "fixed": fixed,
-        "codes": Codes(fine, coarse, odd, progress),
+        "codes": Codes(fine, call.coarse, call.odd, call.progress),
         "rows": rows_of(size, lengths, start, mask_bytes(key_mask)),
         "hint": hint,
         "counted": counted,
         "scanned": Scanned(shares, total, sums, norm, middle, parts),
-        "k": top_k,
-        "chunks": odd.shape[2],
+        "k": call.top_k,
+        "chunks": call.odd.shape[2],
         "fewest": fewest,
         "GROUP": group,
-        "CODE": Code.of(fine, coarse),
+        "CODE": Code.of(fine, call.coarse),
         "PIECES": triton.next_power_of_2(fixed.number),
         "CHECKED": not chained,
         "NEW": int(is_new),
@@ -427,9 +365,7 @@ def _launch_alone(*args):
 
 
 _scan_sketch = define_op(
-    f"{NAME}(Tensor projected, Tensor fixed_lse, Tensor fine, Tensor coarse, Tensor odd, "
-    "Tensor progress, int top_k, int parts, Tensor? lengths, Tensor? start, Tensor? key_mask, "
-    "float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=_launch_alone,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import check_sinks
-from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.checks import check_sinks, check_token
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import encode_keys as encode
@@ -27,6 +27,13 @@ from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch.kernels.codes import LEAST, PART
 
 NAME = "sketch_decode"
+SCHEMA = (
+    "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, Tensor encoder, "
+    "Tensor queries, Tensor v_mean, Tensor(c!) fine, Tensor(d!) coarse, Tensor(e!) odd, "
+    "Tensor(f!) progress, Tensor(g!)? recent, Tensor(i!)? hint, {lengths} lengths, "
+    "float scale, int top_k, str tail, Tensor? start, Tensor? key_mask, float softcap, "
+    "Tensor? sinks) -> (Tensor, Tensor)"
+)
 
 
 def sketch_decode(
@@ -99,31 +106,10 @@ def sketch_decode(
     return op(*tensors, recent, hint, lengths, *options)
 
 
-class Call(NamedTuple):
-    """The arguments of the op, in the order of its schema."""
+class Call(arguments_of(NAME + SCHEMA.format(lengths="Tensor?"))):
+    """The arguments of the op."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    new_k: torch.Tensor | None
-    new_v: torch.Tensor | None
-    encoder: torch.Tensor
-    queries: torch.Tensor
-    v_mean: torch.Tensor
-    fine: torch.Tensor
-    coarse: torch.Tensor
-    odd: torch.Tensor
-    progress: torch.Tensor
-    recent: torch.Tensor | None
-    hint: torch.Tensor | None
-    lengths: torch.Tensor | None
-    scale: float
-    top_k: int
-    tail: str
-    start: torch.Tensor | None
-    key_mask: torch.Tensor | None
-    softcap: float
-    sinks: torch.Tensor | None
+    __slots__ = ()
 
     @property
     def codes(self) -> tuple[torch.Tensor, ...]:
@@ -160,16 +146,8 @@ def _allocate(*args):
 def _check_new(call: Call) -> None:
     """The checks of the new token, of the ring of queries and of the hint."""
     q, k = call.q, call.k
-    wanted = (*k.shape[:2], 1, k.shape[3])
-    for label, cache, new in (("k", k, call.new_k), ("v", call.v, call.new_v)):
-        if new is None:
-            continue
-        if tuple(new.shape) != wanted or new.dtype != q.dtype or new.device != q.device:
-            raise ArgumentError(
-                f"{NAME}: new_{label} is {new.dtype} {tuple(new.shape)} on {new.device}, needs "
-                f"{q.dtype} [B,Hkv,1,D] = {list(wanted)} on {q.device}"
-            )
-        require(cache.stride(3) == 1, NAME, f"{label} has a stride of {cache.stride(3)} in D")
+    if call.new_k is not None or call.new_v is not None:
+        check_token(NAME, call)
     require((call.new_k is None) == (call.new_v is None), NAME, "new needs a key and a value")
     if call.new_k is not None:
         require(call.lengths is not None, NAME, "lengths is None: nothing says where new goes")
@@ -338,14 +316,6 @@ def launch_sketch_decode(
         columns=plan.columns,
     )
 
-
-SCHEMA = (
-    "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, Tensor encoder, "
-    "Tensor queries, Tensor v_mean, Tensor(c!) fine, Tensor(d!) coarse, Tensor(e!) odd, "
-    "Tensor(f!) progress, Tensor(g!)? recent, Tensor(i!)? hint, {lengths} lengths, "
-    "float scale, int top_k, str tail, Tensor? start, Tensor? key_mask, float softcap, "
-    "Tensor? sinks) -> (Tensor, Tensor)"
-)
 
 _sketch_decode = define_op(
     NAME + SCHEMA.format(lengths="Tensor(h!)?"),

@@ -20,10 +20,11 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
-from attnplug.ops.common.define import define_op, refuse_gradients
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
+from attnplug.ops.common.reference import arrays
+from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of
@@ -32,6 +33,12 @@ from attnplug.ops.stream.kernels.refine import Search
 from attnplug.ops.stream.stream_mask import BLOCKS
 
 NAME = "stream_edges"
+SCHEMA = (
+    "stream_edges(Tensor q, Tensor k, Tensor v, Tensor index, float scale, str weights, "
+    "bool output, int query_block, int block, Tensor? lengths, Tensor? start, "
+    "Tensor? key_mask) -> (Tensor, Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 WEIGHTS = ("score", "mass", "value")  # in the order of their numbers, SCORE, MASS, VALUE
 
 
@@ -209,44 +216,19 @@ def _reference(
             )
 
 
-def _cpu(
-    q,
-    k,
-    v,
-    index,
-    scale,
-    weights,
-    output,
-    query_block,
-    block,
-    lengths,
-    start,
-    key_mask,
-    weight,
-    out,
-    lse,
-):
-    lengths, start = rows_on_cpu(k, lengths, start)
+def _cpu(*args):
+    call, (weight, out, lse) = Call(*args[:-3]), args[-3:]
+    q, k, v = call.q, call.k, call.v
+    lengths, start = rows_on_cpu(k, call.lengths, call.start)
     valid = max(int(lengths.max()), 0)
     result = torch.zeros(q.shape, dtype=torch.float32, device="cpu")
     sums = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device="cpu")
     _reference(
-        q.float().contiguous().numpy(),
-        k[:, :, :valid].float().contiguous().numpy(),
-        v[:, :, :valid].float().contiguous().numpy(),
-        index.contiguous().numpy(),
-        lengths.numpy(),
-        start.numpy(),
-        NO_MASK if key_mask is None else key_mask.contiguous().numpy(),
-        np.float32(scale),
-        query_block,
-        block,
-        WEIGHTS.index(weights),
-        weight.numpy(),
-        result.numpy(),
-        sums.numpy(),
+        *arrays(*(x.contiguous() for x in (q, k[:, :, :valid], v[:, :, :valid], call.index))),
+        *arrays(lengths, start, call.key_mask, call.scale, call.query_block, call.block),
+        *arrays(WEIGHTS.index(call.weights), weight, result, sums),
     )
-    if output:
+    if call.output:
         out.copy_(result)
         lse.copy_(sums)
 
@@ -269,60 +251,43 @@ def plan_for(rows: int, block: int, width: int, itemsize: int) -> Plan:
     return Plan(max(16, min(block, 32768 // key_bytes, 64)), 8 if rows == 128 else 4)
 
 
-def launch_stream_edges(
-    q,
-    k,
-    v,
-    index,
-    scale,
-    weights,
-    output,
-    query_block,
-    block,
-    lengths,
-    start,
-    key_mask,
-    weight,
-    out,
-    lse,
-    plan=None,
-):
+def launch_stream_edges(*args, plan=None):
     """Run the kernel; tensors as in `stream_edges`, on a GPU or in Triton's interpreter."""
-    if output:  # padding queries are in no query block
+    call, (weight, out, lse) = Call(*args[:-3]), args[-3:]
+    if call.output:  # padding queries are in no query block
         out.zero_()
         lse.fill_(-torch.inf)
-    batch, heads, queries, width = q.shape
+    batch, heads, queries, width = call.q.shape
+    query_block, block = call.query_block, call.block
     rows = min(query_block, max(16, next_power_of_two(queries)))
-    plan = plan or plan_for(rows, block, width, q.element_size())
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    index, key_mask = index.contiguous(), mask_bytes(key_mask)
+    plan = plan or plan_for(rows, block, width, call.q.element_size())
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in args[:3])
+    index, key_mask = call.index.contiguous(), mask_bytes(call.key_mask)
     weigh_edges.run(
         grid=(index.shape[2], heads, batch),
         warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
-        rows=rows_of(k.shape[2], lengths, start, key_mask),
+        rows=rows_of(k.shape[2], call.lengths, call.start, key_mask),
         index=index,
         weight=weight,
         out=out,
         lse=lse,
-        scale=scale * LOG2E,
+        scale=call.scale * LOG2E,
         K=index.shape[3],
         SHAPE=shape_of(q, k, rows=rows),
         SEARCH=Search(query_block, block, 1, 1),  # each query block is looked at
         TILE=plan.tile,
-        MODE=WEIGHTS.index(weights),
-        OUTPUT=output,
-        STEPS=steps_of(lengths, start),
+        MODE=WEIGHTS.index(call.weights),
+        OUTPUT=call.output,
+        STEPS=steps_of(call.lengths, call.start),
         num_warps=plan.warps,
         num_stages=1,
     )
 
 
 _stream_edges = define_op(
-    "stream_edges(Tensor q, Tensor k, Tensor v, Tensor index, float scale, str weights, "
-    "bool output, int query_block, int block, Tensor? lengths, Tensor? start, "
-    "Tensor? key_mask) -> (Tensor, Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_stream_edges,

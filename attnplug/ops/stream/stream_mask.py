@@ -38,7 +38,7 @@ import torch
 
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
-from attnplug.ops.common.define import define_op, refuse_gradients
+from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of
@@ -48,6 +48,12 @@ from attnplug.ops.stream.kernels.refine import Allowed, Budget, Search
 from attnplug.ops.stream.reference import search_rows, summarise
 
 NAME = "stream_mask"
+SCHEMA = (
+    "stream_mask(Tensor q, Tensor k, int query_block, int block, int top_k, Tensor? budget, "
+    "Tensor? lengths, Tensor? start, Tensor? key_mask, Tensor? block_mask, str search) "
+    "-> (Tensor, Tensor)"
+)
+Call = arguments_of(SCHEMA)
 BLOCKS = (16, 32, 64, 128)
 MAX_BRANCHES = 128
 SEARCHES = ("branches", "bounds")
@@ -148,24 +154,13 @@ def _check_shape(q, label, tensor, names, ends):
 # --- CPU: the specification, in reference.py ---------------------------------------------------
 
 
-def _cpu(
-    q,
-    k,
-    query_block,
-    block,
-    top_k,
-    budget,
-    lengths,
-    start,
-    key_mask,
-    block_mask,
-    search,
-    index,
-    score,
-):
-    lengths, start = rows_on_cpu(k, lengths, start)
+def _cpu(*args):
+    call, (index, score) = Call(*args[:-2]), args[-2:]
+    q, k, key_mask, block_mask = call.q, call.k, call.key_mask, call.block_mask
+    query_block, block, budget = call.query_block, call.block, call.budget
+    lengths, start = rows_on_cpu(k, call.lengths, call.start)
     if budget is None:
-        budget = torch.full((1, 1, index.shape[2]), top_k, dtype=torch.int64, device="cpu")
+        budget = torch.full((1, 1, index.shape[2]), call.top_k, dtype=torch.int64, device="cpu")
     keys = k[:, :, : max(int(lengths.max()), 0)].float().contiguous().numpy()
     mask = NO_MASK if key_mask is None else key_mask.contiguous().numpy()
     allowed = np.empty((1, 1, index.shape[2], 0), np.bool_)
@@ -174,7 +169,7 @@ def _cpu(
     rows = lengths.numpy(), start.numpy(), mask
     options = allowed, budget.long().contiguous().numpy(), query_block, block
     queries, out = q.float().contiguous().numpy(), (index.numpy(), score.numpy())
-    flat = search == "bounds"
+    flat = call.search == "bounds"
     summaries = np.empty((*keys.shape[:2], 0, 2, keys.shape[3]), np.float32)
     if flat:
         summaries = summarise(keys, *rows, block)
@@ -229,18 +224,18 @@ def _broadcast_strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[in
     return tuple(s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _shared(
-    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score
-):
+def _shared(call, index, score):
     """The kernels' arguments that do not depend on the search or its plan."""
-    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    key_mask, block_mask, budget = call.key_mask, call.block_mask, call.budget
+    top_k = call.top_k
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k))
     after, before = _nearest_keys(key_mask)
     strides = _broadcast_strides(block_mask, 4)
-    rows = min(query_block, max(16, next_power_of_two(q.shape[2])))
+    rows = min(call.query_block, max(16, next_power_of_two(q.shape[2])))
     return {
         "q": query_of(q),
         "cache": cache_of(k, None),
-        "rows": rows_of(k.shape[2], lengths, start, mask_bytes(key_mask)),
+        "rows": rows_of(k.shape[2], call.lengths, call.start, mask_bytes(key_mask)),
         "index": index,
         "score": score,
         "after": after,
@@ -248,35 +243,19 @@ def _shared(
         "allowed": Allowed(None if block_mask is None else block_mask.view(torch.uint8), *strides),
         "budget": None if budget is None else Budget(budget, *_broadcast_strides(budget, 3)),
         "SHAPE": shape_of(q, k, rows=rows),
-        "SEARCH": Search(query_block, block, top_k, max(2, next_power_of_two(top_k))),
-        "STEPS": steps_of(lengths, start),
+        "SEARCH": Search(call.query_block, call.block, top_k, max(2, next_power_of_two(top_k))),
+        "STEPS": steps_of(call.lengths, call.start),
     }
 
 
-def launch_stream_mask(
-    q,
-    k,
-    query_block,
-    block,
-    top_k,
-    budget,
-    lengths,
-    start,
-    key_mask,
-    block_mask,
-    search,
-    index,
-    score,
-    plan: Plan | RankPlan | None = None,
-):
+def launch_stream_mask(*args, plan: Plan | RankPlan | None = None):
     """Run the kernels; tensors as in `stream_mask`, on a GPU or in Triton's interpreter. For
     branches they need memory beside the outputs only with a `key_mask`, two int32 a key."""
+    call, (index, score) = Call(*args[:-2]), args[-2:]
     if index.numel() == 0:
         return
-    shared = _shared(
-        q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, index, score
-    )
-    if search == "bounds":
+    shared = _shared(call, index, score)
+    if call.search == "bounds":
         assert not isinstance(plan, Plan)
         launch_bounds(shared, plan)
     else:
@@ -317,9 +296,7 @@ def _launch_branches(shared, plan: Plan | None):
 
 
 _stream_mask = define_op(
-    "stream_mask(Tensor q, Tensor k, int query_block, int block, int top_k, Tensor? budget, "
-    "Tensor? lengths, Tensor? start, Tensor? key_mask, Tensor? block_mask, str search) "
-    "-> (Tensor, Tensor)",
+    SCHEMA,
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_stream_mask,

@@ -211,7 +211,7 @@ def test_refusals():
     basis, codes = coded(q, k, v)
     good, fixed = (q[:, :, -1:], k, v, *basis, *codes), FixedPart.empty(k)
     short = FixedPart(fixed.tokens[:, :, :, 1:], fixed.held)
-    with pytest.raises(ArgumentError, match=r"fixed\.tokens is .* \(2, 2, 2, 639, 64\) on cpu"):
+    with pytest.raises(ArgumentError, match=r"fixed\.tokens is .* \(2, 2, 2, 639, 64\), needs"):
         op.sketch_host_decode(*good, short, scale=1.0)
     with pytest.raises(ArgumentError, match="held is torch\\.int64"):
         op.sketch_host_decode(*good, fixed._replace(held=fixed.held.long()), scale=1.0)

@@ -171,7 +171,7 @@ def trace(device_path, q, k, plan=None, **options):
         out = op.stream_mask(q, k, **dict(zip(NAMES, args, strict=True)))
     else:
         out = op._allocate(q, k, *args)
-        op.launch_stream_mask(q, k, *args, *out, plan)
+        op.launch_stream_mask(q, k, *args, *out, plan=plan)
     return tuple(x.cpu() for x in out)
 
 

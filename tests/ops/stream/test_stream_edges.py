@@ -32,7 +32,7 @@ def edges(device_path, q, k, v, index, plan=None, **options):
         out = op.stream_edges(*there, **dict(zip(NAMES, args, strict=True)))
     else:
         out = op._allocate(*there, *args)
-        op.launch_stream_edges(*there, *args, *out, plan)
+        op.launch_stream_edges(*there, *args, *out, plan=plan)
     return tuple(x.cpu() for x in out) if isinstance(out, tuple) else out.cpu()
 
 

@@ -157,7 +157,7 @@ def test_a_pipeline_changes_no_bit(device, limited):
     plan = op.plan_for(block, 4, block, width, 2, True)
     for each in (plan, plan._replace(stages=1), plan._replace(seed_stages=3)):
         found.append(op._allocate(q, k, *args, *none, "branches"))
-        op.launch_stream_mask(q, k, *args, *none, "branches", *found[-1], each)
+        op.launch_stream_mask(q, k, *args, *none, "branches", *found[-1], plan=each)
     assert device == "cpu" or plan.stages > 1
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

@@ -178,13 +178,13 @@ def attend(
         acc=acc,
         output=Output(pieces.out, None, None, None, pieces.lse),
         head=r,
-        row=row + r,
+        row=(row + r) * pieces.number + piece,
         rows=0,
         d=d,
         in_group=in_group,
         in_width=in_width,
-        split=piece,
-        splits=pieces.number,
+        split=0,
+        splits=1,
         D=D,
     )
     g = tl.arange(0, HEADS)
