@@ -17,7 +17,7 @@ from attnplug.ops.stream.kernels.branches import (
     score_of,
     valid_blocks,
 )
-from attnplug.ops.stream.kernels.refine import row_maxima, scope
+from attnplug.ops.stream.kernels.refine import Look, floor_of, load_block, row_maxima, scope
 
 WIDER = Constant(4)  # earlier blocks that are scored for each place of a list
 LISTS = Constant(16)  # that a program of `rank` makes at once: the least rows of a product
@@ -217,10 +217,6 @@ def rescore(
     """The list of one query block and head: the best of what `rank` has chosen and of its own
     blocks, KP of them at a time."""
     GROUP: tl.constexpr = SHAPE.GROUP
-    ROWS: tl.constexpr = SHAPE.ROWS
-    D: tl.constexpr = SHAPE.D
-    DP: tl.constexpr = SHAPE.DP
-    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
     BLOCK: tl.constexpr = SEARCH.BLOCK
     K: tl.constexpr = SEARCH.K
     KP: tl.constexpr = SEARCH.KP
@@ -242,21 +238,11 @@ def rescore(
             mask_at = rows.key_mask + b * rows.mask_b
             after_at = after + b * rows.S
         limits = (allowed.k, low, top)
-        m = tl.arange(0, ROWS)
-        d = tl.arange(0, DP)
-        row = t + m
-        live = (m < QUERY_BLOCK) & (row < q.T)
-        query = tl.load(
-            q.at + b * q.b + h * q.h + row.to(tl.int64)[:, None] * q.t + d[None, :],
-            mask=live[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        position = tl.where(live, offset + row, -1)
+        query, position, _ = load_block(q, t, offset, h, b, SHAPE, SEARCH)
         k_at = cache.k + b * cache.k_b + h // GROUP * cache.k_h
         PARTS: tl.constexpr = BLOCK // TILE
-        floor = tl.where(t + ROWS <= q.T, offset + t, -1)
-        if ROWS != QUERY_BLOCK:
-            floor = -1
+        floor = floor_of(t, offset, q.T, SHAPE, SEARCH)
+        look = Look(query, position, floor, k_at, cache.k_s, mask_at, low, top)
         own = (offset + t - low) // BLOCK
         earlier = tl.minimum(own, branches * WIDER)
         total = earlier + (top - low) // BLOCK - own + 1
@@ -271,22 +257,7 @@ def rescore(
             tiles = PARTS * tl.minimum(KP, total - base)
             for tile in tl.range(0, tiles, num_stages=STAGES):
                 r = tl.sum(tl.where(i == tile // PARTS, rep, 0), 0)
-                part = row_maxima(
-                    query=query,
-                    position=position,
-                    floor=floor,
-                    k_at=k_at,
-                    mask_at=mask_at,
-                    r=r,
-                    begin=tile % PARTS * TILE,
-                    low=low,
-                    top=top,
-                    k_s=cache.k_s,
-                    D=D,
-                    DP=DP,
-                    BLOCK=BLOCK,
-                    TILE=TILE,
-                )
+                part = row_maxima(look, r, tile % PARTS * TILE, SHAPE, BLOCK, TILE)
                 new = tl.where(i == tile // PARTS, tl.maximum(new, tl.max(part, 0)), new)
             key = best_branches(key, pack(new, rep), branches, KP)
     rep = representative(key)

@@ -3,8 +3,9 @@ first real key, `top` the last position of a query block."""
 
 import math
 
+from attnplug.ops.common.softmax import online_softmax
 from attnplug.ops.common.triton import tl, triton
-from attnplug.ops.stream.kernels.refine import scope
+from attnplug.ops.stream.kernels.refine import load_block, scope
 
 SCORE, MASS, VALUE = range(3)  # the kinds of weights: MODE of the kernel, and of the reference
 _SCORE, _MASS = tl.constexpr(SCORE), tl.constexpr(MASS)
@@ -53,24 +54,16 @@ def weigh_edges(
     ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
     DP: tl.constexpr = SHAPE.DP
-    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
     BLOCK: tl.constexpr = SEARCH.BLOCK
     program = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     t, offset, low, top, alive = scope(program, h, b, rows, None, q.T, SEARCH, STEPS)
     last = tl.where(alive > 0, (top - low) // BLOCK, -1)
-    m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     n = tl.arange(0, TILE)
-    row = t + m
-    live = (m < QUERY_BLOCK) & (row < q.T)
-    query = tl.load(
-        q.at + b * q.b + h * q.h + row.to(tl.int64)[:, None] * q.t + d[None, :],
-        mask=live[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
-    position = tl.where(live, offset + row, -1)
+    query, position, live = load_block(q, t, offset, h, b, SHAPE, SEARCH)
+    row = t + tl.arange(0, ROWS)
     k_at = cache.k + b * cache.k_b + h // GROUP * cache.k_h
     v_at = cache.v + b * cache.v_b + h // GROUP * cache.v_h
     mask_at = rows.key_mask
@@ -88,13 +81,7 @@ def weigh_edges(
                     at = low + r * BLOCK + begin + n
                     s, seen, _ = _logits(query, position, k_at, mask_at, at, top, cache.k_s, D, DP)
                     s = s * scale
-                    best = tl.maximum(high, tl.max(s, 1))
-                    shift = tl.where(best == float("-inf"), 0.0, best)
-                    # The maximum may drop a NaN score; it comes back through p.
-                    p = tl.exp2(s - shift[:, None])
-                    decay = tl.exp2(high - shift)
-                    high = best
-                    total = total * decay + tl.sum(p, 1)
+                    p, decay, high, total = online_softmax(s, high, total)
                     if OUTPUT:
                         value = tl.load(
                             v_at + at.to(tl.int64)[:, None] * cache.v_s + d[None, :],

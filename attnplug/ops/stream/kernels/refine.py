@@ -75,41 +75,67 @@ def scope(
 
 
 @triton.jit
-def row_maxima(
-    query,
-    position,
-    floor,
-    k_at,
-    mask_at,
-    r,
-    begin,
-    low,
-    top,
-    k_s,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Each query's largest product with the keys that it sees among TILE keys of block r, from the
-    block's key `begin` on. Every query sees the keys up to `floor`, so only a tile that reaches
-    beyond has pairs to leave out."""
+def load_block(q, t, offset, h, b, SHAPE: tl.constexpr, SEARCH: tl.constexpr):
+    """(queries `[ROWS, DP]` of head h's query block from query t on, their positions, -1 for none,
+    and from which rows of the tile they are)."""
+    ROWS: tl.constexpr = SHAPE.ROWS
+    DP: tl.constexpr = SHAPE.DP
+    m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
-    since = low + tl.where(r == NONE, 0, r) * BLOCK + begin
+    row = t + m
+    live = (m < SEARCH.QUERY_BLOCK) & (row < q.T)
+    query = tl.load(
+        q.at + b * q.b + h * q.h + row.to(tl.int64)[:, None] * q.t + d[None, :],
+        mask=live[:, None] & (d < SHAPE.D)[None, :],
+        other=0.0,
+    )
+    return query, tl.where(live, offset + row, -1), live
+
+
+@triton.jit
+def floor_of(t, offset, T, SHAPE: tl.constexpr, SEARCH: tl.constexpr):
+    """The last position that every query of a tile sees, -1 where the tile has rows for none."""
+    floor = tl.where(t + SHAPE.ROWS <= T, offset + t, -1)
+    if SHAPE.ROWS != SEARCH.QUERY_BLOCK:
+        floor = -1
+    return floor
+
+
+class Look(NamedTuple):
+    """The queries of a program, and the keys that it may look at."""
+
+    query: Any
+    position: Any
+    floor: Any  # every query sees the keys up to here
+    k_at: Any  # of the KV head
+    k_s: Any
+    mask_at: Any  # of the row; None where it shows all
+    low: Any
+    top: Any
+
+
+@triton.jit
+def row_maxima(look, r, begin, SHAPE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Each query's largest product with the keys that it sees among TILE keys of block r, from the
+    block's key `begin` on. Only a tile that reaches beyond the floor has pairs to leave out."""
+    DP: tl.constexpr = SHAPE.DP
+    mask_at = look.mask_at
+    d = tl.arange(0, DP)
+    since = look.low + tl.where(r == NONE, 0, r) * BLOCK + begin
     at = since + tl.arange(0, TILE)
-    seen = at <= tl.where(r == NONE, -1, top)
+    seen = at <= tl.where(r == NONE, -1, look.top)
     if mask_at is not None:
         seen = seen & (tl.load(mask_at + at, mask=seen, other=0) != 0)
     key = tl.load(
-        k_at + at.to(tl.int64)[None, :] * k_s + d[:, None],
-        mask=seen[None, :] & (d < D)[:, None],
+        look.k_at + at.to(tl.int64)[None, :] * look.k_s + d[:, None],
+        mask=seen[None, :] & (d < SHAPE.D)[:, None],
         other=0.0,
     )
-    s = tl.dot(query, key, input_precision="ieee")
+    s = tl.dot(look.query, key, input_precision="ieee")
     if mask_at is not None:
-        s = tl.where(seen[None, :] & (at[None, :] <= position[:, None]), s, float("-inf"))
-    elif since + TILE - 1 > floor:
-        s = tl.where(at[None, :] <= position[:, None], s, float("-inf"))
+        s = tl.where(seen[None, :] & (at[None, :] <= look.position[:, None]), s, float("-inf"))
+    elif since + TILE - 1 > look.floor:
+        s = tl.where(at[None, :] <= look.position[:, None], s, float("-inf"))
     return tl.maximum(tl.max(s, 1), float("-inf"))  # no NaN
 
 
@@ -180,31 +206,15 @@ def seed(
         own = tl.arange(0, HEADS)
         out = ((b * heads + h + own) * tl.num_programs(0) + program) * K
         PARTS: tl.constexpr = BLOCK // TILE
-        floor = tl.where(t + ROWS <= q.T, offset + t, -1)
-        if ROWS != QUERY_BLOCK:
-            floor = -1
+        floor = floor_of(t, offset, q.T, SHAPE, SEARCH)
+        look = Look(query, position, floor, k_at, cache.k_s, mask_at, low, top)
         best = tl.full([HEADS * ROWS], float("-inf"), tl.float32)
         tiles = 2 * PARTS * branches
         for tile in tl.range(0, tiles, num_stages=STAGES):
             slot = tile // (2 * PARTS)
             second = tile // PARTS % 2
             r = tl.sum(tl.where(i == slot, tl.where(second == 1, other, rep), 0), 0)
-            part = row_maxima(
-                query=query,
-                position=position,
-                floor=floor,
-                k_at=k_at,
-                mask_at=mask_at,
-                r=r,
-                begin=tile % PARTS * TILE,
-                low=low,
-                top=top,
-                k_s=cache.k_s,
-                D=D,
-                DP=DP,
-                BLOCK=BLOCK,
-                TILE=TILE,
-            )
+            part = row_maxima(look, r, tile % PARTS * TILE, SHAPE, BLOCK, TILE)
             best = tl.maximum(part, tl.where(tile % PARTS == 0, float("-inf"), best))
             most = tl.max(tl.reshape(best, [HEADS, ROWS]), 1)
             heads_in = tl.where(tile % PARTS == PARTS - 1, tl.where(r == NONE, 0, GROUP), 0)
@@ -234,10 +244,6 @@ def refine(
     """The selection of one query block and head. It ends when every branch is one block: a further
     iteration would change nothing."""
     GROUP: tl.constexpr = SHAPE.GROUP
-    ROWS: tl.constexpr = SHAPE.ROWS
-    D: tl.constexpr = SHAPE.D
-    DP: tl.constexpr = SHAPE.DP
-    QUERY_BLOCK: tl.constexpr = SEARCH.QUERY_BLOCK
     BLOCK: tl.constexpr = SEARCH.BLOCK
     K: tl.constexpr = SEARCH.K
     KP: tl.constexpr = SEARCH.KP
@@ -268,21 +274,11 @@ def refine(
         new = tl.load(index + out, mask=other != NONE, other=0).to(tl.float32, bitcast=True)
         tl.debug_barrier()  # other warps store here at the end
         key = best_branches(pack(own, rep), pack(new, other), branches, KP)
-        m = tl.arange(0, ROWS)
-        d = tl.arange(0, DP)
-        row = t + m
-        live = (m < QUERY_BLOCK) & (row < q.T)
-        query = tl.load(
-            q.at + b * q.b + h * q.h + row.to(tl.int64)[:, None] * q.t + d[None, :],
-            mask=live[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        position = tl.where(live, offset + row, -1)
+        query, position, _ = load_block(q, t, offset, h, b, SHAPE, SEARCH)
         k_at = cache.k + b * cache.k_b + h // GROUP * cache.k_h
         PARTS: tl.constexpr = BLOCK // TILE
-        floor = tl.where(t + ROWS <= q.T, offset + t, -1)
-        if ROWS != QUERY_BLOCK:
-            floor = -1
+        floor = floor_of(t, offset, q.T, SHAPE, SEARCH)
+        look = Look(query, position, floor, k_at, cache.k_s, mask_at, low, top)
         splits = 1
         longest = (tl.cdiv(width, branches) + 1) // 2
         while longest > 1:
@@ -294,22 +290,7 @@ def refine(
             for tile in tl.range(0, tiles, num_stages=STAGES):
                 slot = tile // PARTS
                 r = tl.sum(tl.where(i == slot, other, 0), 0)
-                part = row_maxima(
-                    query=query,
-                    position=position,
-                    floor=floor,
-                    k_at=k_at,
-                    mask_at=mask_at,
-                    r=r,
-                    begin=tile % PARTS * TILE,
-                    low=low,
-                    top=top,
-                    k_s=cache.k_s,
-                    D=D,
-                    DP=DP,
-                    BLOCK=BLOCK,
-                    TILE=TILE,
-                )
+                part = row_maxima(look, r, tile % PARTS * TILE, SHAPE, BLOCK, TILE)
                 new = tl.where(i == slot, tl.maximum(new, tl.max(part, 0)), new)
             key = best_branches(key, pack(new, other), branches, KP)
             splits += 1
