@@ -46,6 +46,7 @@ from _ptx_fits import fits
 from _ptx_gpu import CALLED, IMPLEMENTED, TARGETS, pretend, resources
 from _ptx_inputs import CASES, MADE
 from _ptx_plans import plans
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -150,8 +151,10 @@ def opcodes(text: str) -> str:
 
 
 def hook_launches() -> None:
-    """Have a launch compile only, and note what it would have run."""
+    """Have a launch compile only, and note what it would have run. A hook of another program is in
+    place, as in vLLM, for which Triton writes a launch's arguments as JSON: all of them must go."""
     run = LAUNCH
+    knobs.runtime.jit_post_compile_hook = lambda **about: None
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)

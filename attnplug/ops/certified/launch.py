@@ -24,7 +24,6 @@ from attnplug.ops.certified.kernels.choose import choose_blocks
 from attnplug.ops.certified.kernels.exact import attend_rest, recompute
 from attnplug.ops.certified.kernels.finish import finish, replace
 from attnplug.ops.certified.kernels.hopper import attend_blocks
-from attnplug.ops.certified.kernels.hopper_tiles import layouts
 from attnplug.ops.certified.kernels.promote import promote
 from attnplug.ops.certified.kernels.weigh import weigh_heads
 from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity_for, plan_for
@@ -155,7 +154,6 @@ class _Step:
             check=tier.check,
             progress=tier.progress,
             STEP=plan.step,
-            LAYOUTS=layouts(plan.step),
             RING=plan.ring,
             CAPPED=self.math.CAPPED,
             num_warps=1,
