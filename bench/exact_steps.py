@@ -22,7 +22,7 @@ import torch
 from whole_calls import CONFIG, SMALL, built, say, seconds
 
 import attnplug
-from attnplug.models import rounds
+from attnplug.models import round_steps
 from attnplug.models.decode_loop import Decoding
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
@@ -34,7 +34,7 @@ PROMPT, SHORT, LONG = 20, 40, 110  # tokens of a call's own prompt, and new ones
 def accepting(count: int) -> Iterator[None]:
     """Within it every round accepts `count` drafts of each row, and the caches that this bench has
     filled count as generate's own, which nobody sees again."""
-    own, kept = rounds.settle, Decoding.is_kept
+    own, kept = round_steps.settle, Decoding.is_kept
 
     def settle(cache: Any, tokens: torch.Tensor, *state: Any) -> None:
         *state, chosen = state
@@ -43,11 +43,11 @@ def accepting(count: int) -> Iterator[None]:
         imposed[:, count:] = torch.where(imposed[:, count:] == 7, 8, 7)
         own(cache, tokens, *state, imposed)
 
-    rounds.settle, Decoding.is_kept = settle, lambda self: False
+    round_steps.settle, Decoding.is_kept = settle, lambda self: False
     try:
         yield
     finally:
-        rounds.settle, Decoding.is_kept = own, kept
+        round_steps.settle, Decoding.is_kept = own, kept
 
 
 def filled(model: Any, rows: int, tokens: int) -> Any:

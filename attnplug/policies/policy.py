@@ -130,6 +130,12 @@ class Policy:
         return self.decode.varies_rounds
 
     @property
+    def asks_for_rounds(self) -> bool:
+        """Whether a call is decoded in rounds even where they turn out not to pay."""
+        assert self.decode is not None  # filled by __post_init__
+        return self.decode.asks_for_rounds
+
+    @property
     def page_phase(self) -> Phase:
         """The method that decodes from a paged cache."""
         assert self.decode is not None  # filled by __post_init__
