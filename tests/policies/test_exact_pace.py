@@ -3,6 +3,7 @@
 import pytest
 import torch
 from exact_cases import GVR, ROWS, SAMPLED, SKETCH, call, exact, ids_of, rows_of, tally, windowed
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import attnplug
 from attnplug.models import pace, rounds
@@ -137,6 +138,33 @@ def test_windows_move_on_with_dense_steps(device, chosen, what, options, monkeyp
             assert call(hybrid, ids, new=45, **more, **options)[0] == wanted
             assert torch.equal(torch.rand(3, device=hybrid.device), after)
             assert tally(hybrid).ended
+
+
+def test_a_row_that_has_ended_stays_at_its_position(device, chosen, monkeypatch):
+    """Learned positions: one row is far ahead when rounds end, and the others go on without it."""
+    config = GPT2Config(
+        vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=150 + 60 + 8, eos_token_id=None,
+        bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).to(device).eval()
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids_of(rows=2), new=60)
+    judge = rounds.Rounds._verify
+
+    def wrong(self, *args):
+        self.feed.tokens[1, 1:] = (self.feed.tokens[1, 1:] + 1) % 60
+        judge(self, *args)
+
+    monkeypatch.setattr(rounds.Rounds, "_verify", wrong)
+    monkeypatch.setattr(pace.Pace, "pays", lambda self: self.judged < 30)
+    fed, step = [], rounds.dense_step
+    note = lambda model, cache, *a: fed.append(a[1].max().item()) or step(model, cache, *a)  # noqa: E731
+    monkeypatch.setattr(rounds, "dense_step", note)
+    with attnplug.applied(model, defaults("gather", 4)):
+        assert call(model, ids_of(rows=2), new=60)[0] == wanted
+        assert tally(model).ended
+    assert len(fed) > 20 and max(fed) < 150 + 60
 
 
 def test_rounds_that_pay_go_on(model, chosen):
