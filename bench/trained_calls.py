@@ -185,7 +185,8 @@ class Bench:
                 keys = torch.randn(1, 1, tokens, config.index_head_dim, **options)
                 cache.layers[index].update_index(keys)
                 continue
-            width = getattr(config, "indexer_head_dim", None) or config.index_head_dim
+            names = ("indexer_head_dim", "index_head_dim")
+            width = next((vars(config)[name] for name in names if name in vars(config)), 0)
             if config.model_type == QWEN:
                 positions = torch.arange(tokens, device=self.device).expand(3, 1, -1)
                 cache.layers[index].indexer_position_ids = positions
