@@ -268,7 +268,7 @@ def _bound_length(model: Any, rows: int, length: int) -> None:
     would: at most SLACK times what the call needs, and no more memory than any cache so far."""
     largest = max(vars(model)[LARGEST], rows * length)
     known: tuple[int, ...] = vars(model)[LENGTHS]
-    most = min(SLACK * length, largest // rows)
+    most = min(SLACK * length, largest // max(rows, 1))
     shared = max((each for each in known if length <= each <= most), default=None)
     if shared is None:
         # A longer cache replaces the caches that are a little shorter, so that there are few.

@@ -2,6 +2,7 @@
 the call to it and says why."""
 
 import copy
+import functools
 import threading
 import time
 
@@ -243,6 +244,26 @@ def test_a_model_with_methods_of_its_own_keeps_the_stock_loop():
     call(model)
     assert "was replaced" in attnplug.report(model).loop
     assert model.prepare_inputs_for_generation == stock
+
+
+@pytest.mark.parametrize("where", ["a class of its own", "GenerationMixin"])
+def test_a_loop_that_somebody_replaced_after_apply_is_run(where, monkeypatch):
+    model = attnplug.apply(tiny_model(), "dense")
+    whole = call(model)[0].sequences
+    stock = GenerationMixin._sample
+
+    @functools.wraps(stock)
+    def shorter(self, *args, **kwargs):
+        out = stock(self, *args, **kwargs)
+        out.sequences = out.sequences[:, :-2]
+        return out
+
+    if where == "GenerationMixin":
+        monkeypatch.setattr(GenerationMixin, "_sample", shorter)
+    else:
+        model.__class__ = type("Own", (type(model),), {"_sample": shorter})
+    assert torch.equal(call(model)[0].sequences, whole[:, :-2])
+    assert "_sample" in attnplug.report(model).loop
 
 
 def test_invalid_probabilities_are_refused_as_multinomial_does():
