@@ -3,6 +3,9 @@ the call to it and says why."""
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -450,3 +453,41 @@ def test_steps_of_a_cache_that_is_seen_again_run_ahead_where_crops_are_exact(
     with attnplug.applied(tiny_model(), policy) as model:
         call(model, compile_config=compiling(), max_new_tokens=3)
     assert set(waits) == {3 if ahead else 0}
+
+
+FORKED = """
+import os, threading, torch
+import attnplug
+from attnplug.testing.policy import tiny_model
+torch.set_num_threads(1)
+model = attnplug.apply(tiny_model(), "dense")
+ids = torch.arange(3, 23)[None]
+wanted = model.generate(ids, max_new_tokens=4, do_sample=False)
+inside, free = threading.Event(), threading.Event()
+def wait(*_):
+    inside.set()
+    free.wait(60)
+def call():
+    model.generate(ids, max_new_tokens=4, do_sample=False)
+handle = model.lm_head.register_forward_hook(wait)
+thread = threading.Thread(target=call)
+thread.start()
+inside.wait(60)
+handle.remove()
+pid = os.fork()
+if pid == 0:
+    found = model.generate(ids, max_new_tokens=4, do_sample=False)
+    os._exit(0 if torch.equal(found, wanted) else 3)
+print(os.waitpid(pid, 0)[1])
+free.set()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows does not fork")
+def test_a_child_forked_in_another_threads_call_generates():
+    """numba's layer there is one that forked children may use."""
+    environment = os.environ | {"NUMBA_THREADING_LAYER": "workqueue"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
