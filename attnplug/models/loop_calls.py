@@ -17,6 +17,7 @@ from transformers.generation import logits_process, stopping_criteria, utils
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.growth import first_room
 from attnplug.models.names import CACHE
 from attnplug.models.own_code import own_code
 from attnplug.models.sliding import SlidingLayer, sliding_layers
@@ -168,6 +169,9 @@ def unserved_call(
             return f"the loop does not know {strange[0]}"
     if config.is_assistant:
         return "the model assists another"
+    room = first_room(model.config, config.max_length)
+    if room < config.max_length:
+        return f"the call may come to {config.max_length:,} tokens, and the model reads {room:,}"
     return _unserved_inputs(model, ids, config, inputs)
 
 

@@ -26,7 +26,12 @@ from typer.testing import CliRunner
 import attnplug
 from attnplug.cli import app
 from attnplug.serve import hugging_face
-from attnplug.serve.hugging_face.requests import input_problem, messages_problem, problem_of
+from attnplug.serve.hugging_face.requests import (
+    input_problem,
+    length_problem,
+    messages_problem,
+    problem_of,
+)
 
 NEEDED = pytest.mark.skipif(not is_serve_available(), reason="pip install 'attnplug[serve]'")
 TEMPLATE = (
@@ -84,10 +89,23 @@ def test_missing_packages_are_named():
         (dict(logit_bias={"a": 1}), "logit_bias is"),
         (dict(generation_config="{"), "generation_config is"),
         (dict(frequency_penalty=-1), "frequency_penalty is -1"),
+        (dict(logit_bias={"\u00b2": 1}), "logit_bias is"),
+        (dict(seed=2**64), "seed is 18446744073709551616, needs an integer of 64 bits"),
+        (dict(seed=-(2**63) - 1), "seed is -9223372036854775809, needs"),
+        (dict(stop="\ud800"), "the request has a lone surrogate"),
+        (dict(messages=[dict(role="user", content="\ud800")]), "the request has a lone surrogate"),
     ],
 )
 def test_what_is_not_served_is_told(body, told):
     assert problem_of(body).startswith(told)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_more_tokens_than_a_model_reads_are_told(name):
+    """A client that goes away would leave a row in the batch that never ends."""
+    assert length_problem({name: 1025}, 1024).startswith(f"{name} is 1025, and the model reads 1,0")
+    assert length_problem({name: 10**30}, None) and not length_problem({name: None}, 1024)
+    assert not length_problem({name: 1024}, 1024) and not length_problem({name: 1025}, None)
 
 
 def test_what_changes_nothing_is_served():
@@ -209,6 +227,7 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         bad = [
             dict(messages=[]), dict(messages="Hello"), dict(messages=[dict(content="Hello")]),
             dict(temperature=-3), dict(n=2), dict(messages=[dict(role="robot", content="Hi")]),
+            dict(max_tokens=10**9), dict(seed=2**64), dict(stop="\ud800"),
         ]  # fmt: skip
         for body in bad:
             status, answer = server.chat("tiny", **body)

@@ -30,6 +30,8 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 def problem_of(body: Mapping[str, Any]) -> str:
     """What is wrong with a request, in a sentence, or ""."""
+    if not _is_unicode(body):
+        return "the request has a lone surrogate, needs text that is Unicode"
     for name, harmless in UNSERVED.items():
         asked = body.get(name)
         if asked is not None and asked not in harmless:
@@ -38,6 +40,17 @@ def problem_of(body: Mapping[str, Any]) -> str:
     for name, (is_valid, needed) in CHECKS.items():
         if name in body and body[name] is not None and not is_valid(body[name]):
             return f"{name} is {json.dumps(body[name])}, needs {needed}"
+    return ""
+
+
+def length_problem(body: Mapping[str, Any], reads: int | None) -> str:
+    """The same for how many tokens a request may come to; `reads`: those that the model reads. A
+    row without an end would stay in the batch where its client has gone away."""
+    for name in LENGTHS:
+        asked = body.get(name)
+        if type(asked) is int and asked > (MOST if reads is None else reads):
+            told = "a row has an end" if reads is None else f"the model reads {reads:,}"
+            return f"{name} is {asked}, and {told}"
     return ""
 
 
@@ -100,7 +113,20 @@ def is_object(text: Any) -> bool:
 def _is_bias(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return all(key.isdigit() and _number(bias) for key, bias in value.items())
+    return all(_is_token(key) and _number(bias) for key, bias in value.items())
+
+
+def _is_token(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) < 10
+
+
+def _is_unicode(body: Any) -> bool:
+    """Whether all strings of a request can be written: JSON can escape what no text has."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_stop(value: Any) -> bool:
@@ -108,15 +134,15 @@ def _is_stop(value: Any) -> bool:
     return bool(texts) and all(isinstance(text, str) and text for text in texts)
 
 
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+MOST = 1 << 24  # tokens of an answer, of a model that does not say how many it reads
 TOKENS: Check = (_positive, "an integer of at least 1")
 CHECKS: dict[str, Check] = {
     "temperature": (lambda x: _number(x) and 0 <= x <= 2, "a number from 0 to 2"),
     "top_p": (lambda x: _number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
     "frequency_penalty": (lambda x: _number(x) and -1 < x <= 2, "a number above -1, at most 2"),
-    "max_tokens": TOKENS,
-    "max_completion_tokens": TOKENS,
-    "max_output_tokens": TOKENS,
-    "seed": (lambda x: type(x) is int, "an integer"),
+    **dict.fromkeys(LENGTHS, TOKENS),
+    "seed": (lambda x: type(x) is int and -(2**63) <= x < 2**64, "an integer of 64 bits"),
     "stream": (lambda x: type(x) is bool, "true or false"),
     "stop": (_is_stop, "a string, or a list of strings"),
     "logit_bias": (_is_bias, "an object from token ids to numbers"),

@@ -16,10 +16,12 @@ from transformers.utils.import_utils import is_serve_available
 
 from attnplug.api import PolicyLike, apply, report
 from attnplug.errors import ArgumentError, UnsupportedCallError
+from attnplug.models.layers import positions
 from attnplug.models.pretrained import WEIGHTS, fetch
 from attnplug.serve.hugging_face.requests import (
     input_problem,
     is_object,
+    length_problem,
     messages_problem,
     problem_of,
     prompt_problem,
@@ -158,8 +160,11 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
         asked = body.get("model")
         if asked is not None and asked not in names:
             raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
-        _, *loaded = resolve({**body, "model": source})
-        return names[0], *loaded
+        _, loaded, *rest = resolve({**body, "model": source})
+        problem = length_problem(body, positions(loaded.config))
+        if problem:
+            raise HTTPException(400, problem)
+        return names[0], loaded, *rest
 
     handler._validate_request, handler._resolve_model = validate_request, resolve_model
 
