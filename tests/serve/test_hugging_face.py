@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -165,10 +166,11 @@ class Server:
             time.sleep(0.3)
         raise AssertionError(self.log.read_text())
 
-    def ask(self, path: str, **body) -> tuple[int, str]:
+    def ask(self, path: str, name: str = "", **body) -> tuple[int, str]:
         data = json.dumps(body).encode() if body else None
         where = f"http://localhost:{self.port}{path}"
-        request = urllib.request.Request(where, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"X-Request-ID": name} if name else {})
+        request = urllib.request.Request(where, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=400) as answer:
                 return answer.status, answer.read().decode()
@@ -227,7 +229,10 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         bad = [
             dict(messages=[]), dict(messages="Hello"), dict(messages=[dict(content="Hello")]),
             dict(temperature=-3), dict(n=2), dict(messages=[dict(role="robot", content="Hi")]),
-            dict(max_tokens=10**9), dict(seed=2**64), dict(stop="\ud800"),
+            dict(max_tokens=10**9), dict(seed=2**64), dict(stop="\ud800"), dict(stop="x"),
+            dict(logit_bias={"70": 100}), dict(frequency_penalty=1), dict(tools=[1]),
+            dict(chat_template_kwargs=5), dict(max_tokens=6000), dict(max_tokens=6000, stream=True),
+            dict(messages=[dict(role="user", content="x" * 6000)]),
         ]  # fmt: skip
         for body in bad:
             status, answer = server.chat("tiny", **body)
@@ -235,6 +240,10 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         assert server.ask("/v1/completions", model="tiny", prompt="")[0] == 400
         assert server.ask("/v1/responses", model="tiny", input=[])[0] == 400
         assert server.ask("/load_model", model="gpt2")[0] == 404
+
+        with concurrent.futures.ThreadPoolExecutor() as clients:
+            begun = [clients.submit(server.chat, "tiny", name="same") for _ in range(3)]
+            assert [each.result()[0] for each in begun] == [200] * 3
 
         before = server.ask("/metrics")[1]
         long = dict(messages=[dict(role="user", content="x" * 99)], max_tokens=9)
@@ -254,12 +263,37 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         assert more(calls, phase="decode", served_by="gather") == 16  # 8 steps of 2 layers
         assert more(calls, phase="decode", served_by="dense") == 0
         assert more(calls, phase="prefill", served_by="dense") == 2
-        assert counted(before, calls, phase="decode", served_by="dense") == 20  # of 6 tokens each
+        assert counted(before, calls, phase="decode", served_by="dense") == 50  # of 6 tokens each
         assert more("attnplug_time_to_first_token_seconds_count") == 1
         assert more("attnplug_requests_total", status="200") == 1
         assert counted(before, "attnplug_requests_total", status="400") == len(bad) + 2
         server.end(signal.SIGINT)
         assert server.process.returncode == 0
+
+
+@NEEDED
+def test_a_worker_that_failed_is_followed_by_another(monkeypatch):
+    """Stock's answers all later requests by 503."""
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    from attnplug.serve.hugging_face.batches import Batches
+
+    class Worker:
+        def __init__(self, fatal_error):
+            self.background_thread_status = types.SimpleNamespace(fatal_error=fatal_error)
+            self.batch_processor, self.stopped = object(), False
+
+        def stop(self, block, timeout):
+            self.stopped = True
+
+    failed, fresh = Worker("no pages"), Worker(None)
+    monkeypatch.setattr(CBGenerateManager, "init_cb", lambda self, *_: setattr(self, "_cb", fresh))
+    batches = Batches()
+    batches._cb = failed
+    batches.init_cb(None, None)
+    assert batches._cb is fresh and failed.stopped
+    batches.init_cb(None, None)
+    assert batches._cb is fresh and not fresh.stopped
 
 
 @NEEDED

@@ -63,6 +63,8 @@ def messages_problem(body: Mapping[str, Any]) -> str:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"messages[{place}] has no role, needs an object with role and content"
         content = message.get("content")
+        if not _is_objects(message.get("tool_calls") or []):
+            return f"messages[{place}].tool_calls needs a list of objects"
         if content is None and message.get("tool_calls"):
             continue
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -116,6 +118,10 @@ def _is_bias(value: Any) -> bool:
     return all(_is_token(key) and _number(bias) for key, bias in value.items())
 
 
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
 def _is_token(key: str) -> bool:
     return key.isascii() and key.isdecimal() and len(key) < 10
 
@@ -146,6 +152,7 @@ CHECKS: dict[str, Check] = {
     "stream": (lambda x: type(x) is bool, "true or false"),
     "stop": (_is_stop, "a string, or a list of strings"),
     "logit_bias": (_is_bias, "an object from token ids to numbers"),
-    "tools": (lambda x: isinstance(x, list), "a list"),
+    "tools": (_is_objects, "a list of objects"),
+    "chat_template_kwargs": (lambda x: isinstance(x, dict), "an object"),
     "generation_config": (is_object, "the JSON text of an object"),
 }

@@ -142,6 +142,8 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
     of them, and refuse what it would not serve."""
     from fastapi import HTTPException
 
+    from attnplug.serve.hugging_face.batches import adopt_batches, batch_problem
+
     checks: dict[str, Callable[[Any], str]] = {
         "ChatCompletionHandler": messages_problem,
         "CompletionHandler": prompt_problem,
@@ -162,10 +164,13 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
             raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
         _, loaded, *rest = resolve({**body, "model": source})
         problem = length_problem(body, positions(loaded.config))
+        if handler.generation_state._continuous_batching:
+            problem = problem or batch_problem(body)
         if problem:
             raise HTTPException(400, problem)
         return names[0], loaded, *rest
 
+    adopt_batches(handler.generation_state)
     handler._validate_request, handler._resolve_model = validate_request, resolve_model
 
 
