@@ -89,6 +89,11 @@ def test_missing_packages_are_named():
         (dict(stop=[""]), "stop is"),
         (dict(logit_bias={"a": 1}), "logit_bias is"),
         (dict(generation_config="{"), "generation_config is"),
+        (dict(generation_config='{"max_new_tokens": -1}'), "generation_config: `max_new_tokens`"),
+        (
+            dict(generation_config='{"compile_config": {"backend": 3, "x": 1}}'),
+            "generation_config:",
+        ),
         (dict(frequency_penalty=-1), "frequency_penalty is -1"),
         (dict(logit_bias={"\u00b2": 1}), "logit_bias is"),
         (dict(seed=2**64), "seed is 18446744073709551616, needs an integer of 64 bits"),
@@ -99,6 +104,14 @@ def test_missing_packages_are_named():
 )
 def test_what_is_not_served_is_told(body, told):
     assert problem_of(body).startswith(told)
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{}], [dict(function={})], [dict(function=3)]])
+def test_calls_of_tools_without_a_name_are_told(calls):
+    message = dict(role="assistant", tool_calls=calls)
+    assert messages_problem(dict(messages=[message])).startswith("messages[0].tool_calls needs")
+    message["tool_calls"] = [dict(function=dict(name="add", arguments="{}"))]
+    assert not messages_problem(dict(messages=[message]))
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
@@ -314,6 +327,19 @@ def test_a_signal_ends_it_with_requests_in_flight(tmp_path, checkpoint, how, bat
             seconds = server.end(how)
         assert server.process.returncode == 0 and seconds < ENDS_WITHIN
         assert threading.active_count() < 20
+
+
+@NEEDED
+@pytest.mark.slow
+def test_requests_alone_are_biased_and_what_a_policy_refuses_is_told(tmp_path, checkpoint):
+    """Clients give whole numbers, for which transformers raises."""
+    with served(tmp_path, str(checkpoint), "--no-continuous-batching") as server:
+        status, answer = server.chat(str(checkpoint), logit_bias={"70": 100}, max_tokens=4)
+        content = json.loads(answer)["choices"][0]["message"]["content"]
+        assert status == 200 and len(content) == 4 and len(set(content)) == 1
+        config = json.dumps(dict(output_attentions=True, return_dict_in_generate=True))
+        status, answer = server.chat(str(checkpoint), generation_config=config)
+        assert status == 400 and "output_attentions" in json.loads(answer)["error"]["message"]
 
 
 def attempt(server: Server, asked: dict) -> str:

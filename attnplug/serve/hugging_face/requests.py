@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import GenerationConfig
+
 Check = tuple[Callable[[Any], bool], str]  # what a value must be, and how to say it
 
 # Fields that would change the answer and that nothing here serves, with the values that ask for
@@ -40,6 +42,17 @@ def problem_of(body: Mapping[str, Any]) -> str:
     for name, (is_valid, needed) in CHECKS.items():
         if name in body and body[name] is not None and not is_valid(body[name]):
             return f"{name} is {json.dumps(body[name])}, needs {needed}"
+    return _config_problem(body.get("generation_config"))
+
+
+def _config_problem(text: str | None) -> str:
+    """What transformers has against a request's generation config, or ""."""
+    if text is None:
+        return ""
+    try:
+        GenerationConfig(**json.loads(text)).validate()
+    except (TypeError, ValueError) as error:
+        return f"generation_config: {error}"
     return ""
 
 
@@ -63,8 +76,8 @@ def messages_problem(body: Mapping[str, Any]) -> str:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"messages[{place}] has no role, needs an object with role and content"
         content = message.get("content")
-        if not _is_objects(message.get("tool_calls") or []):
-            return f"messages[{place}].tool_calls needs a list of objects"
+        if not _are_calls(message.get("tool_calls") or []):
+            return f"messages[{place}].tool_calls needs functions with a name and arguments"
         if content is None and message.get("tool_calls"):
             continue
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -120,6 +133,13 @@ def _is_bias(value: Any) -> bool:
 
 def _is_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _are_calls(value: Any) -> bool:
+    if not _is_objects(value):
+        return False
+    named = [each.get("function") for each in value]
+    return all(isinstance(x, dict) and {"name", "arguments"} <= x.keys() for x in named)
 
 
 def _is_token(key: str) -> bool:

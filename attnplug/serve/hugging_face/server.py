@@ -15,7 +15,7 @@ from typing import Any
 from transformers.utils.import_utils import is_serve_available
 
 from attnplug.api import PolicyLike, apply, report
-from attnplug.errors import ArgumentError, UnsupportedCallError
+from attnplug.errors import ArgumentError, AttnplugError, UnsupportedCallError
 from attnplug.models.layers import positions
 from attnplug.models.pretrained import WEIGHTS, fetch
 from attnplug.serve.hugging_face.requests import (
@@ -156,6 +156,8 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
         problem = problem_of(body) or check(body)
         if problem:
             raise HTTPException(400, problem)
+        if body.get("logit_bias"):  # of whole numbers, which transformers takes for an error
+            body["logit_bias"] = {token: float(by) for token, by in body["logit_bias"].items()}
         validate(body)
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
@@ -200,6 +202,11 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
     @app.exception_handler(TemplateError)
     async def refused(_: Request, error: TemplateError) -> JSONResponse:
         about = {"message": f"the chat template: {error}", "type": "invalid_request_error"}
+        return JSONResponse({"error": about}, 400)
+
+    @app.exception_handler(AttnplugError)
+    async def unserved(_: Request, error: AttnplugError) -> JSONResponse:
+        about = {"message": str(error), "type": "invalid_request_error"}
         return JSONResponse({"error": about}, 400)
 
     @app.middleware("http")
