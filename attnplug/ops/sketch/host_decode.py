@@ -110,6 +110,7 @@ def sketch_host_decode(
 
 def _allocate(*args):
     call, fixed = chain.Call(*args[:-2]), FixedPart(*args[-2:])
+    require(call.q.shape[2] == 1, NAME, f"q has {call.q.shape[2]} queries a row, needs 1")
     outputs = chain._allocate(*call)
     rows, width = tuple(call.k.shape[:2]), call.k.shape[3]
     for label, tensor in (("k", call.k), ("v", call.v)):

@@ -91,6 +91,12 @@ def _allocate(shares, total, middle, top_k, lengths, start):
     require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
     like = shares[..., None]
     check_sequence_inputs(NAME, like, like, lengths, start, None)
+    return outputs(shares, top_k)
+
+
+def outputs(shares: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for what `pick_tokens` returns."""
+    rows = tuple(shares.shape[:2])
     return (
         shares.new_empty((*rows, capacity_for(top_k)), dtype=torch.int32),
         shares.new_empty((*rows, 3), dtype=torch.float32),
@@ -253,10 +259,11 @@ def launch_pick_tokens(
     notes=None,
     hint=None,
     is_new=False,
+    queries=1,
 ):
     """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `notes` are
     a chain's, made for the plan; `hint` is the one that the scan had. With `is_new`, `lengths` lack
-    a token."""
+    a token. `shares` may be of so many `queries` of each row."""
     batch, heads, size = shares.shape
     capacity = picks.shape[2]
     plan = plan or own_plan(shares)
@@ -284,7 +291,7 @@ def launch_pick_tokens(
         CAPACITY_P=triton.next_power_of_2(capacity),
         ASM=card(shares.device).asm,
         NEW=int(is_new),
-        STEPS=steps_of(lengths, start),
+        STEPS=steps_of(lengths, start, queries),
         PDL=pdl,
         num_warps=plan.warps,
         **dependent,
