@@ -292,7 +292,9 @@ def main() -> int:
         return plans(*args.paths, args.target.split(","), processors)
     hook_launches()
     import attnplug
+    import attnplug.ops.common.launches as launches
 
+    launches.REPEATING = args.command == "bind"  # the others want to see every launch
     print(f"attnplug from {Path(attnplug.__file__).parent}", flush=True)
     return record(*args.paths, args.only) if args.command == "record" else bind(args.only)
 

@@ -114,4 +114,5 @@ _top_tokens = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_top_tokens,
+    repeats=True,
 )

@@ -16,6 +16,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import Loop
 from attnplug.ops.common.reference import reference_kept
@@ -271,9 +272,9 @@ def launch_attend_picks(
     shape, tiles = shape_of(q, fine), tiles_of(picks.shape[2], pieces)
     tile = _tile(shape.ROWS, shape.DP, q.element_size(), found.shared)
     few = tiles > 1 and warps == 4 and shape.GROUP <= 16
-    kernels.attend.run(
+    launch_kernel(
+        kernels.attend,
         grid=(pieces, kv_heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
         projected=projection_of(projected),

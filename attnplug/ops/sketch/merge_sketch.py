@@ -16,6 +16,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import sinks_on_cpu
 from attnplug.ops.common.sizes import cdiv
@@ -284,9 +285,9 @@ def launch_merge_sketch(
     progress, lengths, start, size = note or (None, None, None, 0)
     rank, parts = (projected.shape[2] - 2 - width) // 2, sums.shape[2]
     fixed, picked = pieces_of(fixed_out, fixed_lse), pieces_of(pick_out, pick_lse)
-    kernels.merge.run(
+    launch_kernel(
+        kernels.merge,
         grid=(batch * heads, cdiv(width, columns)),
-        warmup=False,
         projected=projection_of(projected),
         fixed=fixed,
         picked=picked,

@@ -15,6 +15,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
@@ -272,9 +273,9 @@ def launch_pick_tokens(
     if notes is None:
         notes = Notes(Notes.empty(shares, plan).marks.zero_())
     pdl, dependent = early(shares.device)
-    kernels.pick.run(
+    launch_kernel(
+        kernels.pick,
         grid=(plan.pieces, heads, batch),
-        warmup=False,
         scanned=Scanned(shares, total, middle=middle),
         notes=notes,
         rows=rows_of(size, lengths, start),

@@ -15,6 +15,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_kept
@@ -204,9 +205,9 @@ def launch_prepare_query(
     programs = kernels.Programs(PIECES, cdiv(queries.shape[3], COLUMNS), coders)
     wide, found = width * q.element_size(), card(q.device)
     factor, cap = base_two(scale, softcap)
-    kernels.prepare.run(
+    launch_kernel(
+        kernels.prepare,
         grid=(sum(programs) + (total is not None), kv_heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
         rows=rows_of(size, lengths, start, mask_bytes(key_mask)),

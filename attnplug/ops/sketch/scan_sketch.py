@@ -22,6 +22,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.softmax import LOG2E
@@ -408,11 +409,11 @@ def launch_scan_sketch(
     if plan.hopper and plain and found.mma:
         asked |= {"patience": plan.patience, "EVICT": plan.evict}
         warps, limit = hopper_scan.WARPS.value, found.limit(plan.registers)
-        hopper_scan.scan.run(grid=grid, warmup=False, **asked, num_warps=warps, **limit)
+        launch_kernel(hopper_scan.scan, grid=grid, **asked, num_warps=warps, **limit)
         return
-    kernels.scan.run(
+    launch_kernel(
+        kernels.scan,
         grid=grid,
-        warmup=False,
         **asked,
         cap=softcap * LOG2E,
         HEADS=max(8, triton.next_power_of_2(group)),

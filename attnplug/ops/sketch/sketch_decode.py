@@ -380,6 +380,7 @@ _sketch_decode = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_sketch_decode,
+    repeats=True,
 )
 
 _sketch_decode_uncounted = define_op(
@@ -387,4 +388,5 @@ _sketch_decode_uncounted = define_op(
     allocate=_allocate,
     cpu=functools.partial(_cpu, count=False),
     cuda=functools.partial(launch_sketch_decode, count=False),
+    repeats=True,
 )
