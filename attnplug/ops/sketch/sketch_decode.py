@@ -226,12 +226,13 @@ def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
 def _cpu(*args, count=True, prepare_query=prepare._prepare_query):
     """A step a query; a cache that is elsewhere brings its own way to read the fixed part."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
-    queries, lengths = call.q.shape[2], call.lengths
+    queries, whole = call.q.shape[2], call.lengths
+    if whole is None and queries > 1:
+        whole = torch.tensor(call.k.shape[2], dtype=torch.int64, device="cpu")
     for t in range(queries):
-        if queries > 1:
-            whole = torch.tensor(call.k.shape[2], device="cpu") if lengths is None else lengths
-            behind = queries - 1 - t
-            call = call._replace(q=args[0][:, :, t : t + 1], lengths=(whole - behind).clamp(min=0))
+        if whole is not None and queries > 1:
+            own = (whole - (queries - 1 - t)).clamp(min=0)
+            call = call._replace(q=args[0][:, :, t : t + 1], lengths=own)
         _step_on_cpu(call, out[:, :, t : t + 1], lse[:, :, t : t + 1], count, prepare_query)
 
 

@@ -56,9 +56,9 @@ def step(
     queries=1,
     **more,
 ):
-    """One step from the last query, or from as many as that: the public op, or the Triton launchers where the op would not
-    run them; with `fixed` that of a cache in host memory. What it writes is in the tensors that
-    came, wherever it ran."""
+    """One step from the last query, or from so many `queries`: the public op, or the Triton
+    launchers where the op would not run them; with `fixed` that of a cache in host memory. What it
+    writes is in the tensors that came, wherever it ran."""
     device, path = device_path
     options, near = DEFAULTS | more, () if fixed is None else tuple(fixed)
     behind = (recent, options.get("lengths"), options.get("hint"), *near)
