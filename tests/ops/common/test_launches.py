@@ -108,23 +108,22 @@ def test_a_call_is_made_again_with_its_own_pointers(skip, with_y):
 
 OTHERS = {
     "shape": lambda x: (x[:32], 3),
-    "stride": lambda x: (x[::2], 3),
-    "dtype": lambda x: (x.view(torch.int32), 3),
-    "alignment": lambda x: (x[1:].new_empty(41)[1:], 3),
-    "option": lambda x: (x, 4),
+    "stride": lambda x: (x[:80:2], 3),
+    "dtype": lambda x: (x[:40].view(torch.int32), 3),
+    "alignment": lambda x: (x[1:41], 3),
+    "option": lambda x: (x[:40], 4),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_another_form_is_another_call(what):
-    calls = []
-    call = repeated(lambda x, factor: calls.append(1))
-    x = numbers(0)
-    for _ in range(2):
-        call(x, 3)
-    before = len(calls)
-    call(*OTHERS[what](x))
-    assert len(calls) == before + 1
+    op, x = Op(), numbers(0, 80)
+    for runs in (1, 2, 2, 2):
+        op.call(x[:40], None, 3, 0)
+        assert op.runs == runs
+    other, factor = OTHERS[what](x)
+    op.call(other, None, factor, 0)
+    assert op.runs == 3
 
 
 def test_what_else_is_done_is_done_each_time():
