@@ -270,6 +270,15 @@ def bind(only: str | None, repeats: int = 300) -> int:
     return 0
 
 
+def see_every_launch() -> None:
+    """Have no call made again as it was written down; a tree from before that needs nothing."""
+    import attnplug.ops  # noqa: F401
+
+    launches: Any = sys.modules.get("attnplug.ops.common.launches")
+    if launches is not None:
+        launches.REPEATING = False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("command", choices=("record", "compare", "digest", "bind", "fits", "plans"))
@@ -288,6 +297,8 @@ def main() -> int:
         return write_digests(*args.paths, Path(args.root or ROOT))
     torch.set_grad_enabled(False)
     pretend()
+    if args.command != "bind":
+        see_every_launch()
     if args.command == "fits":
         return fits(args.target.split(","), args.quick, args.only)
     if args.command == "plans":

@@ -289,6 +289,7 @@ _gather_decode = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_gather_decode,
+    repeats=True,
 )
 
 _gather_decode_uncounted = define_op(
@@ -296,6 +297,7 @@ _gather_decode_uncounted = define_op(
     allocate=_allocate,
     cpu=functools.partial(_cpu, count=False),
     cuda=functools.partial(launch_gather_decode, count=False),
+    repeats=True,
 )
 
 
@@ -318,4 +320,5 @@ _gather_decode_paged = define_op(
     allocate=_paged(_allocate),
     cpu=_paged(_cpu_paged),
     cuda=launch_gather_decode_paged,
+    repeats=True,
 )

@@ -16,6 +16,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import sinks_on_cpu
 from attnplug.ops.common.sizes import cdiv
@@ -277,15 +278,16 @@ def launch_merge_sketch(
 ):
     """Run the kernel; tensors as in `merge_sketch`, on a GPU or in Triton's interpreter. In the
     chain, `note` is (progress, lengths, start, size of the cache), `counted` the lengths that are
-    to grow by the new token, which `lengths` lack if it `is_new`; `hint` is written."""
-    batch, heads, _, width = q.shape
+    to grow by the new token, which `lengths` lack if it `is_new`; `hint` is written. q
+    `[B T, Hq, 1, D]` may have T queries of each row."""
+    (batch, heads, _, width), rows = q.shape, len(v_mean)
     pdl, dependent = early(q.device)
     progress, lengths, start, size = note or (None, None, None, 0)
     rank, parts = (projected.shape[2] - 2 - width) // 2, sums.shape[2]
     fixed, picked = pieces_of(fixed_out, fixed_lse), pieces_of(pick_out, pick_lse)
-    kernels.merge.run(
+    launch_kernel(
+        kernels.merge,
         grid=(batch * heads, cdiv(width, columns)),
-        warmup=False,
         projected=projection_of(projected),
         fixed=fixed,
         picked=picked,
@@ -300,7 +302,7 @@ def launch_merge_sketch(
         hint=hint,
         heads=heads,
         group=heads // cut.shape[1],
-        counts=batch if counted is None else counted.shape[0],
+        counts=rows if counted is None else counted.shape[0],
         D=width,
         COLUMNS=columns,
         R=rank,
@@ -310,10 +312,10 @@ def launch_merge_sketch(
         PARTS=triton.next_power_of_2(parts),
         TAIL=tail,
         CAPPED=softcap > 0,
-        BATCH=batch,
+        BATCH=rows,
         NEW=int(is_new),
         CHAINED=note is not None,
-        STEPS=steps_of(lengths, start),
+        STEPS=steps_of(lengths, start, batch // rows),
         PDL=pdl,
         num_warps=4,
         **dependent,

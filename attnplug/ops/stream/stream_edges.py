@@ -21,6 +21,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
@@ -296,9 +297,9 @@ def launch_stream_edges(
     plan = plan or plan_for(rows, block, width, q.element_size())
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     index, key_mask = index.contiguous(), mask_bytes(key_mask)
-    weigh_edges.run(
+    launch_kernel(
+        weigh_edges,
         grid=(index.shape[2], heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
         rows=rows_of(k.shape[2], lengths, start, key_mask),

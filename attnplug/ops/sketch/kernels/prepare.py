@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from attnplug.ops.common.rows import blocks_done, row_span, shown
+from attnplug.ops.common.rows import blocks_done, row_of, row_span, shown
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
 from attnplug.ops.common.views import begin_of
@@ -26,6 +26,7 @@ def _project(
     queries,
     projected,
     place,
+    home,
     first,
     scale,
     SHAPE: tl.constexpr,
@@ -48,7 +49,7 @@ def _project(
             q_at + (d0 + d)[None, :], mask=(r < GROUP)[:, None] & inside[None, :], other=0.0
         ).to(tl.float32)
         matrix = tl.load(
-            queries + (place * D + d0 + d)[:, None] * columns + c[None, :],
+            queries + (home * D + d0 + d)[:, None] * columns + c[None, :],
             mask=inside[:, None] & (c < columns)[None, :],
             other=0.0,
         )
@@ -167,7 +168,8 @@ def prepare(
     PRECISION: tl.constexpr,
 ):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
-    block that has left the fixed part. There the last program clears the chain's histogram and the
+    block that has left the fixed part. The queries of a row may make the same codes at once: they
+    store the same. There the last program clears the chain's histogram and the
     marks of `pick`, writes the new token to the cache, and the query to its place in `recent`, a
     ring of RING queries a head."""
     if PDL:
@@ -183,6 +185,8 @@ def prepare(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
+    row = row_of(b, STEPS)
+    home = row * tl.num_programs(1) + h
     NEW: tl.constexpr = 0 if token is None else 1
     length, low = row_span(rows, b, STEPS, NEW)
     room = length <= rows.S
@@ -199,7 +203,7 @@ def prepare(
             token=token,
             output=fixed,
             piece=part,
-            b=b,
+            b=row,
             h=h,
             place=place,
             length=length,
@@ -213,7 +217,7 @@ def prepare(
         )
     elif part < BEFORE:
         first = (part - SLOTS) * COUNT
-        _project(q_at, queries, projected, place, first, q_scale, SHAPE, COUNT)
+        _project(q_at, queries, projected, place, home, first, q_scale, SHAPE, COUNT)
     elif part == BEFORE + CODERS:
         d = tl.arange(0, DP)
         if total is not None:
@@ -240,10 +244,10 @@ def prepare(
             tl.store(recent + ring * D + d[None, :], query, mask=shown_d)
     elif CODERS > 0:
         PER: tl.constexpr = BLOCK // CHUNK
-        done = tl.maximum(blocks_done(codes.progress, b, low), 1)
+        done = tl.maximum(blocks_done(codes.progress, row, low), 1)
         mask_at = rows.key_mask
         if rows.key_mask is not None:
-            mask_at = rows.key_mask + b * rows.mask_b
+            mask_at = rows.key_mask + row * rows.mask_b
         encode_chunks(
             cache=cache,
             encoder=encoder,
@@ -253,8 +257,8 @@ def prepare(
             end=near_block(length, low) * PER,
             step=CODERS,
             low=low,
-            place=place,
-            b=b,
+            place=home,
+            b=row,
             h=h,
             S=rows.S,
             chunks=chunks,
