@@ -39,8 +39,8 @@ from attnplug.models.generate import (
     own_cache,
     unbind_generate,
 )
-from attnplug.models.hf import BINDING, Binding, register_names
-from attnplug.models.hook import PolicyHook
+from attnplug.models.hf import BINDING, Binding, binding_of, bindings_of, register_names
+from attnplug.models.hook import PolicyHook, hooks_of
 from attnplug.models.indexed import bind_indexed, unbind_indexed
 from attnplug.models.latents import bind_latents, unbind_latents
 from attnplug.models.layers import (
@@ -139,7 +139,7 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     switched = switched_names(plan)
     if switched:
         hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
-        ledger.hooks = [_hooked(layer, first=layer is hooked[0]) for layer in hooked]
+        ledger.hooks = [_hooked(layer) for layer in hooked]
         ledger.configs = switch_configs(target, switched)
         ledger.indexed = [x.module for x, binding in plan if picks_tokens(x, binding)]
         for module in ledger.indexed:
@@ -167,13 +167,14 @@ def remove(model: Model) -> Model:
     vars(target).update(ledger.compiled)
     if ledger.configs is not None:
         ledger.configs.restore(target)
-    for module in ledger.indexed:
+    copies = [x for x in bindings_of(target) if x not in ledger.bound]  # layers copied since
+    for module in [*ledger.indexed, *_like(ledger.indexed, copies)]:
         unbind_indexed(module)
-    for module in ledger.latent:
+    for module in [*ledger.latent, *_like(ledger.latent, copies)]:
         unbind_latents(module)
-    for hook, module in ledger.hooks:
+    for hook, module in [*ledger.hooks, *((x, m) for m in copies for x in hooks_of(m))]:
         hook.detach_hook(module)
-    for module in ledger.bound:
+    for module in [*ledger.bound, *copies]:
         delattr(module, BINDING)
     del target.__dict__[STATE]
     return model
@@ -196,6 +197,12 @@ def report(model: torch.nn.Module) -> Report:
     ledger = ledger_of(target)
     hooked = {module for _, module in ledger.hooks}
     for layer in find_attention_layers(target):
+        astray = any(hook.is_astray(layer.module) for hook in hooks_of(layer.module))
+        if astray or binding_of(layer.module) is None:
+            raise UnsupportedModelError(
+                f"{layer.name} was put there or moved after apply, unknown to the policy; "
+                "call attnplug.remove(model) and apply again"
+            )
         now = layer.config._attn_implementation
         if layer.module in hooked and now not in ATTENTION_NAMES:
             raise UnsupportedModelError(
@@ -401,10 +408,15 @@ def _too_late(slot: str, method: DenseBelow, device: torch.device, longest: int)
     )
 
 
-def _hooked(layer: AttentionLayer, *, first: bool) -> tuple[PolicyHook, torch.nn.Module]:
-    hook = PolicyHook(layer.index, first=first)
+def _hooked(layer: AttentionLayer) -> tuple[PolicyHook, torch.nn.Module]:
+    hook = PolicyHook(layer.index)
     hook.init_hook(layer.module)
     return hook, layer.module
+
+
+def _like(changed: list[torch.nn.Module], copies: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The copies of modules that `apply` has changed."""
+    return [module for module in copies if type(module) in set(map(type, changed))]
 
 
 def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:

@@ -336,6 +336,11 @@ class Serves(Protocol):
         """Whether rounds make fewer drafts where few were accepted."""
         ...
 
+    @property
+    def asks_for_rounds(self) -> bool:
+        """Whether a call is decoded in rounds even where they turn out not to pay."""
+        ...
+
 
 def causal_mask(call: AttentionCall) -> torch.Tensor:
     """`[B or 1,1,T,S]` bool: which keys each query sees, from lengths and key mask."""

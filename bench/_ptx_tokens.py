@@ -82,8 +82,8 @@ def score_tokens(op: Any) -> Cases:
 
 @cases
 def top_tokens(op: Any) -> Cases:
-    def case(batch, heads, kv, size, width, k=2048, dtype=BF16, **options):
-        q = new(batch, heads, 1, width, dtype=dtype)
+    def case(batch, heads, kv, size, width, k=2048, dtype=BF16, queries=1, **options):
+        q = new(batch, heads, queries, width, dtype=dtype)
         codes = new(batch, kv, size, width, dtype=torch.int8)
         return lambda: op(q, codes, new(batch, kv, size, dtype=FP32), k, **options)
 
@@ -96,6 +96,7 @@ def top_tokens(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 16384, 128, **kept, **padding(2, 16384))
     yield "fp32 D=256", case(1, 4, 4, 16384, 256, 500, FP32)
     yield "two ops", case(2, 8, 2, 1003, 80, 100, FP16, lengths=new(2))
+    yield "4 queries", case(1, 28, 4, 131072, 128, queries=4, lengths=new(1), **kept)
 
 
 @cases
@@ -214,7 +215,7 @@ def encode_keys(op: Any) -> Cases:
 @cases
 def sketch_decode(op: Any) -> Cases:
     def case(batch, heads, kv, size, width, dtype=BF16, token=True, ring=True, codes=24, **options):
-        q, k, v = attention(batch, heads, kv, 1, size, width, dtype)
+        q, k, v = attention(batch, heads, kv, options.pop("queries", 1), size, width, dtype)
         options = {"scale": 0.1, "lengths": new(1), **options}
         if token:
             options["new"] = tuple(new(batch, kv, 1, width, dtype=dtype) for _ in range(2))
@@ -233,6 +234,9 @@ def sketch_decode(op: Any) -> Cases:
     yield "fp16 D=80", case(2, 8, 2, 1003, 80, FP16, top_k=100, lengths=new(2))
     yield "fp32 D=64", case(2, 9, 3, 4096, 64, FP32, lengths=new(2))
     yield "D=256", case(1, 4, 1, 32768, 256)
+    few = {"token": False, "ring": False, "queries": 4}
+    yield "4 queries", case(1, 28, 4, 131072, 128, **few, hint=new(1, 4, dtype=FP32))
+    yield "4 queries, padded", case(2, 28, 4, 4096, 128, **few, **padding(2, 4096))
     capped = {"softcap": 30.0, "sinks": new(28, dtype=FP32)}
     yield "padded", case(2, 28, 4, 4096, 128, **capped, **padding(2, 4096))
 

@@ -3,12 +3,13 @@
     python bench/exact_steps.py --tokens 131072,1048576 --m 4,6,8 --accepted 3,4,6 --out rows.jsonl
     python bench/exact_steps.py --rows 8 --tokens 32768,131072 --out rows.jsonl
     python bench/exact_steps.py --m auto,auto --accepted 1,8 --out rows.jsonl
+    python bench/exact_steps.py --own --tokens 1048576 --m 6 --accepted 0 --out rows.jsonl
 
 Random weights say nothing of acceptance, so that the bench imposes it: a round accepts the number
 of drafts that --accepted gives, whatever they are, and a row says so. Caches are filled with random
 keys, as a prompt of a million tokens takes minutes. A time a token is the difference of a long call
 and a short one.
-`--small` is for a try on a CPU.
+With `--own` rounds go on only where exact finds that they pay. `--small` is for a try on a CPU.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from whole_calls import CONFIG, SMALL, built, say, seconds
 
 import attnplug
-from attnplug.models import rounds
+from attnplug.models import round_steps
 from attnplug.models.decode_loop import Decoding
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
@@ -34,7 +35,7 @@ PROMPT, SHORT, LONG = 20, 40, 110  # tokens of a call's own prompt, and new ones
 def accepting(count: int) -> Iterator[None]:
     """Within it every round accepts `count` drafts of each row, and the caches that this bench has
     filled count as generate's own, which nobody sees again."""
-    own, kept = rounds.settle, Decoding.is_kept
+    own, kept = round_steps.settle, Decoding.is_kept
 
     def settle(cache: Any, tokens: torch.Tensor, *state: Any) -> None:
         *state, chosen = state
@@ -43,11 +44,11 @@ def accepting(count: int) -> Iterator[None]:
         imposed[:, count:] = torch.where(imposed[:, count:] == 7, 8, 7)
         own(cache, tokens, *state, imposed)
 
-    rounds.settle, Decoding.is_kept = settle, lambda self: False
+    round_steps.settle, Decoding.is_kept = settle, lambda self: False
     try:
         yield
     finally:
-        rounds.settle, Decoding.is_kept = own, kept
+        round_steps.settle, Decoding.is_kept = own, kept
 
 
 def filled(model: Any, rows: int, tokens: int) -> Any:
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--draft", default="gather")
     parser.add_argument("--m", default="4,6,8")
     parser.add_argument("--accepted", default="3,4,6", help="of each m")
+    parser.add_argument("--own", action="store_true", help="leave it to exact whether rounds go on")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -102,8 +104,9 @@ def main() -> None:
     about["gpu"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     for tokens in lengths:
         policies = [("dense", None), (f"{asked.draft}(min_tokens=0)", None)]
+        more = "" if asked.own else ", min_tokens=0"
         for m, count in zip(ms, accepted, strict=True):
-            policies.append((f"exact(draft={asked.draft!r}, m={m!r}, min_tokens=0)", count))
+            policies.append((f"exact(draft={asked.draft!r}, m={m!r}{more})", count))
         for policy, count in policies:
             with attnplug.applied(model, policy), accepting(count or 0):
                 row = {

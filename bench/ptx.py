@@ -46,6 +46,7 @@ from _ptx_fits import fits
 from _ptx_gpu import CALLED, IMPLEMENTED, TARGETS, pretend, resources
 from _ptx_inputs import CASES, MADE
 from _ptx_plans import plans
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -150,8 +151,10 @@ def opcodes(text: str) -> str:
 
 
 def hook_launches() -> None:
-    """Have a launch compile only, and note what it would have run."""
+    """Have a launch compile only, and note what it would have run. A hook of another program is in
+    place, as in vLLM, for which Triton writes a launch's arguments as JSON: all of them must go."""
     run = LAUNCH
+    knobs.runtime.jit_post_compile_hook = lambda **about: None
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -267,6 +270,15 @@ def bind(only: str | None, repeats: int = 300) -> int:
     return 0
 
 
+def see_every_launch() -> None:
+    """Have no call made again as it was written down; a tree from before that needs nothing."""
+    import attnplug.ops  # noqa: F401
+
+    launches: Any = sys.modules.get("attnplug.ops.common.launches")
+    if launches is not None:
+        launches.REPEATING = False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("command", choices=("record", "compare", "digest", "bind", "fits", "plans"))
@@ -285,6 +297,8 @@ def main() -> int:
         return write_digests(*args.paths, Path(args.root or ROOT))
     torch.set_grad_enabled(False)
     pretend()
+    if args.command != "bind":
+        see_every_launch()
     if args.command == "fits":
         return fits(args.target.split(","), args.quick, args.only)
     if args.command == "plans":

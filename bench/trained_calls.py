@@ -9,8 +9,10 @@ later calls and the first one. `step` rows are a token over a cache of `tokens` 
 difference of these calls; transformers' is a forward pass over its dynamic cache, which random
 numbers fill, as its own prefill of such a prompt asks for scores of queries by heads by tokens.
 `--family minimax_m3_vl_text` has layers that pick blocks, and `qwen4_exp_text` layers that pick
-blocks by compressed keys, one of them between two of linear attention. `--family deepseek_v3` has
-no indexer, so that `dense` reads its latents.
+blocks by compressed keys, one of them between two of linear attention; so `glm5_next_text`, whose
+layer picks pools. `deepseek_v4` has a layer of each of its three kinds. Of these two transformers'
+own model reads the prompt in chunks, before its step. `--family deepseek_v3` has no indexer, so
+that `dense` reads its latents.
 `--prefill` lists lengths at which transformers' prefill is tried, too. `--small` is for a CPU.
 """
 
@@ -23,7 +25,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
 
 import attnplug
 from attnplug.models.names import CACHE
@@ -59,7 +66,40 @@ SMALL_POOLS = {
     "indexer_budget": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "hc_lowrank": 16,
 }  # fmt: skip
-OPTIONS = {M3: (BLOCKS, SMALL_BLOCKS), QWEN: (POOLS, SMALL_POOLS)}  # of others (LATENT, SMALL)
+ENTRIES = {
+    "layer_types": [
+        "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention",
+    ],
+    "mlp_layer_types": ["moe"] * 3, "n_routed_experts": 8, "eos_token_id": None,
+}  # fmt: skip
+SMALL_ENTRIES = {
+    "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 32,
+    "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 32, "index_n_heads": 4,
+    "index_head_dim": 32, "index_topk": 16, "moe_intermediate_size": 32, "sliding_window": 16,
+}  # fmt: skip
+INDEXED = {
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "indexer_types": ["full"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "eos_token_id": None,
+}  # fmt: skip
+SMALL_INDEXED = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32,
+    "q_lora_rank": 32, "qk_rope_head_dim": 0, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "qk_head_dim": 32, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64,
+    "intermediate_size": 64, "moe_intermediate_size": 32, "linear_num_heads": 2,
+    "linear_head_dim": 32,
+}  # fmt: skip
+V4, GLM = "deepseek_v4", "glm5_next_text"
+OPTIONS = {
+    M3: (BLOCKS, SMALL_BLOCKS), QWEN: (POOLS, SMALL_POOLS), V4: (ENTRIES, SMALL_ENTRIES),
+    GLM: (INDEXED, SMALL_INDEXED),
+}  # of others (LATENT, SMALL)  # fmt: skip
+EYE = {
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32,
+    "out_hidden_size": 64, "projection_intermediate_size": 32,
+}  # fmt: skip
+READ = V4, GLM  # whose cache keeps more than tokens, so that the model reads a prompt into it
+CHUNK = 512  # tokens of it at a time: transformers' scores are queries by heads by entries
 
 
 def make(family: str, small: bool, device: str) -> Any:
@@ -69,10 +109,15 @@ def make(family: str, small: bool, device: str) -> Any:
         "num_hidden_layers": 3, "num_experts_per_tok": 4, "vocab_size": 4096, "pad_token_id": 0,
         "max_position_embeddings": 1 << 18, **own,
     }  # fmt: skip
-    config = kind(**options | (smaller if small else {}))
+    options |= smaller if small else {}
+    if family == GLM:  # is no causal model of its own, but part of the one that sees
+        whole, build = CONFIG_MAPPING["glm5_next"], AutoModelForImageTextToText
+        config = whole(text_config=options, vision_config=EYE, image_token_id=1, video_token_id=2)
+    else:
+        config, build = kind(**options), AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = build.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -131,7 +176,7 @@ class Bench:
         config, cache = self.model.config, DynamicCache(config=self.model.config)
         options = {"device": self.device, "dtype": torch.bfloat16}
         for index in range(config.num_hidden_layers):
-            if config.layer_types[index] == "linear_attention":
+            if getattr(config, "layer_types", {index: ""})[index] == "linear_attention":
                 continue
             if config.model_type in OPTIONS:
                 shape = 1, config.num_key_value_heads, tokens, config.head_dim
@@ -140,7 +185,8 @@ class Bench:
                 keys = torch.randn(1, 1, tokens, config.index_head_dim, **options)
                 cache.layers[index].update_index(keys)
                 continue
-            width = getattr(config, "indexer_head_dim", None) or config.index_head_dim
+            names = ("indexer_head_dim", "index_head_dim")
+            width = next((vars(config)[name] for name in names if name in vars(config)), 0)
             if config.model_type == QWEN:
                 positions = torch.arange(tokens, device=self.device).expand(3, 1, -1)
                 cache.layers[index].indexer_position_ids = positions
@@ -152,9 +198,18 @@ class Bench:
                 cache.update_indexer(torch.randn(1, tokens, width, **options), index)
         return cache
 
+    def read(self, tokens: int) -> DynamicCache:
+        """transformers' cache of a prompt that the model has read, a chunk at a time."""
+        cache, ids = DynamicCache(config=self.model.config), self.prompt(tokens, 1)
+        with torch.no_grad():
+            for chunk in ids.split(CHUNK, 1):
+                self.model(chunk, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        return cache
+
     def stock_step(self, tokens: int) -> None:
         """A forward pass of one token over a full cache, eager, as generate runs it there."""
-        cache, took = self.filled(tokens), []
+        fill = self.read if self.about["family"] in READ else self.filled
+        cache, took = fill(tokens), []
         ids = self.prompt(1, 1)
         for _ in range(6):
             begin = wait(self.device)

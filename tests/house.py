@@ -168,22 +168,23 @@ class Launch:
 
 
 def launches(house: House, room: str) -> Iterator[Launch]:
-    """The kernel launches in a room. A launch is `kernel.run(grid=..., ...)` or a call of a
-    subscript, `kernel[grid](...)`. A subscript with a string or a number is a table's entry, and a
-    type's is a cast."""
+    """The kernel launches in a room. A launch is `launch_kernel(kernel, grid=..., ...)`, or a call
+    of a subscript, `kernel[grid](...)`. A subscript with a string or a number is a table's entry,
+    and a type's is a cast."""
     for module, path in house.files.items():
         if not _inside(module, room):
             continue
         for node in ast.walk(house.tree(module)):
             if isinstance(node, ast.Call) and _is_launch(node):
-                count = len(node.args) + len(node.keywords)
-                yield Launch(f"{path.name}:{node.lineno}", len(node.args), count)
+                given = node.args[isinstance(node.func, ast.Name) :]  # without the kernel
+                count = len(given) + len(node.keywords)
+                yield Launch(f"{path.name}:{node.lineno}", len(given), count)
 
 
 def _is_launch(call: ast.Call) -> bool:
     function = call.func
-    if isinstance(function, ast.Attribute) and function.attr == "run":
-        return any(keyword.arg == "grid" for keyword in call.keywords)
+    if isinstance(function, ast.Name):
+        return function.id == "launch_kernel"
     if not isinstance(function, ast.Subscript):
         return False
     index = function.slice

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnplug.models.hf import rowwise_mask, sdpa_in_bands
+from attnplug.models.bands import sdpa_in_bands
+from attnplug.models.hf import rowwise_mask
 from attnplug.models.names import OWN_NAME
 
 

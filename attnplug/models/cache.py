@@ -63,7 +63,7 @@ class PlugLayer(WatchedLayer):
     steps_are_prepared: bool = False  # generate is at its prompt: prepare_steps comes before a step
     layers_behind: int = 0  # full-attention layers of its device that come after it
     first_key: torch.Tensor | None = None  # of each row [B], while generate steps a padded batch
-    round_part: str = ""  # "draft" or "verify" while generate decodes in rounds
+    round_part: str = ""  # "draft", "verify" or "dense" while generate decodes in rounds
     no_rounds: str = ""  # why it does not
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

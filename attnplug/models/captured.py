@@ -147,13 +147,12 @@ def capture(step: Replay, on: Callable[[], torch.cuda.Stream]) -> Replay:
     if torch.cuda.mem_get_info()[0] < ROOM:
         torch.cuda.empty_cache()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), without_collection():
         # Other threads may allocate meanwhile: a tokenizer's, a server's, a trace's writer.
         with OnStream(current):
             graph.capture_begin(capture_error_mode="thread_local")
         try:
-            with without_collection():
-                found = step()
+            found = step()
         finally:
             graph.capture_end()
     current.wait_stream(stream)

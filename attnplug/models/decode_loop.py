@@ -56,6 +56,7 @@ from attnplug.models.sliding import (
     stepping,
     window_mask,
 )
+from attnplug.models.turn import Turn
 from attnplug.ops.common.first_call import remark
 
 # Steps that a compiled run is ahead of what the host knows. Zero where a step is not compiled: the
@@ -84,7 +85,7 @@ class DecodeLoop:
     hooked: str = ""  # why the last call's steps were not compiled: a user's hook
     rounds: RoundSteps = field(default_factory=RoundSteps)
     # One call at a time: steps, buffers and fused weights are the model's, whoever calls.
-    turn: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+    turn: Turn = field(default_factory=Turn, repr=False, compare=False)
 
     def notice(self, family: str) -> threading.Timer:
         """Under way: a word on the log if a first call takes long, unless it is cancelled."""
@@ -207,7 +208,7 @@ class Decoding:
         self.lag = 0
 
     def run(self, loop: DecodeLoop) -> Any:
-        with loop.turn:
+        with loop.turn.taken():
             self.notice = loop.notice(type(self.model).__name__)
             traced = counters["stats"]["unique_graphs"]
             try:

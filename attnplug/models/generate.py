@@ -18,7 +18,7 @@ from attnplug.models.batching import bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.decode_step import layers_to_prepare, prepare_layers
-from attnplug.models.growth import GrowingCache, Growth
+from attnplug.models.growth import GrowingCache, Growth, first_room
 from attnplug.models.hf import binding_of
 from attnplug.models.instance_method import put_method
 from attnplug.models.layer_kernels import KERNELS, LayerKernels, prompt_kernels
@@ -143,10 +143,11 @@ def _prepare_cache_for_generation(
     """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
     stock = MethodType(getattr(type(model), CACHE_METHOD), model)
     given = model_kwargs.get(CACHE)
+    room = first_room(model.config, max_cache_length)
     speculated = _speculated(generation_config, generation_mode) + _drafted(model)
     if isinstance(given, PlugCache):
         grows = isinstance(given, GrowingCache)
-        given.reserve(max_cache_length + (speculated if grows else 0))
+        given.reserve(room + speculated if grows else max_cache_length)
     chosen = generation_config.cache_implementation not in (None, "static")
     if given is not None or chosen or generation_config.use_cache is False:
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -169,11 +170,11 @@ def _prepare_cache_for_generation(
     static.cache_implementation = "static"
     # Whose buffers would be made ahead, as many heads in each layer: right for few families.
     static.prefill_chunk_size = None
-    _bound_length(model, rows, max_cache_length + speculated)
+    _bound_length(model, rows, room + speculated)
     if has_no_static_layers(growth.config):
         own = static_cache(growth.config, vars(model)[LONGEST])
     else:
-        stock(static, fresh, generation_mode, batch_size, max_cache_length + speculated)
+        stock(static, fresh, generation_mode, batch_size, room + speculated)
         own = _static_cache(fresh)
     cache = GrowingCache.begin(own, growth)
     # Rolling windows cannot be cropped, which assisted decoding needs, and take one precision only,
@@ -254,7 +255,10 @@ def _prefill(
 
 def _may_compile(model: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
     """What generate asks before it compiles a step, and attnplug's loop before it compiles or
-    captures any: not where a user's hook wants to run at every step."""
+    captures any: not where a user's hook wants to run at every step, nor where the cache grows."""
+    length = generation_config.max_length
+    if length is not None and first_room(model.config, length) < length:
+        return False
     compiles = type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
     why = user_hooks(model) if compiles else ""
     if LOOP in vars(model):
@@ -268,7 +272,7 @@ def _bound_length(model: Any, rows: int, length: int) -> None:
     would: at most SLACK times what the call needs, and no more memory than any cache so far."""
     largest = max(vars(model)[LARGEST], rows * length)
     known: tuple[int, ...] = vars(model)[LENGTHS]
-    most = min(SLACK * length, largest // rows)
+    most = min(SLACK * length, largest // max(rows, 1))
     shared = max((each for each in known if length <= each <= most), default=None)
     if shared is None:
         # A longer cache replaces the caches that are a little shorter, so that there are few.

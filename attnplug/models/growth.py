@@ -11,9 +11,20 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
+from attnplug.models.layers import positions
 from attnplug.models.static import static_cache
 
 LEAST_GROWTH = 64  # tokens: an assistant model asks for a few more in every round
+LONGEST = 1 << 20  # tokens that a model reads whose config does not say how many
+SLACK = 2  # times that: calls a little too long for a model decode as others
+
+
+def first_room(config: PreTrainedConfig, length: int) -> int:
+    """How many tokens a cache has room for at first where a call may come to `length`: all of them,
+    unless that is far more than the model reads. Whoever asks for so many means no limit, and gets
+    a cache that grows beyond what the model reads where a call does."""
+    reads = positions(config) or LONGEST
+    return length if length <= SLACK * reads else reads
 
 
 @dataclass(frozen=True)

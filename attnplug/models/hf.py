@@ -21,6 +21,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from attnplug.call import AttentionCall, EdgeWriter, Served, Serves, causal_mask
 from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
+from attnplug.models.bands import sdpa_in_bands
 from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
 from attnplug.models.own_code import eager_function
@@ -28,7 +29,6 @@ from attnplug.models.sync import may_sync
 from attnplug.models.walk import all_modules
 
 BINDING = "_attnplug_binding"
-BAND = 1024  # queries of a sliding-window layer that attend together; fewer fill no GPU
 MASK_ROWS = 4096  # queries whose part of a window's mask is made at once
 PolicyT = TypeVar("PolicyT", bound=Serves, covariant=True)
 
@@ -331,6 +331,8 @@ def set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
     if not (row or mask.dtype == torch.uint8) or mask.shape[1] != 1:
         return False
     batch, keys = call.k.shape[0], call.k.shape[2]
+    if row:
+        _refuse_wide(mask, keys)
     call.key_mask = mask[:, 0, 0, :keys].bool().expand(batch, keys)
     if call.q.shape[2] > 1:
         call.start = call.first_key
@@ -365,7 +367,7 @@ def stock_attention(
     elif own and mask is None and queries > 1:
         call, mask = _last_queries(call, fresh)
     elif mask is not None:
-        mask = mask[..., : call.k.shape[2]]  # a first prefill has left the empty slots out
+        mask = _of_these_keys(mask, call, fresh)
     if stock == "sdpa":
         return sdpa_in_bands(module, call.q, call.k, call.v, mask, scaling=call.scale, **kwargs)
     if mask is None and queries > 1:
@@ -386,6 +388,24 @@ def stock_attention(
     return out, None
 
 
+def _of_these_keys(mask: torch.Tensor, call: AttentionCall, fresh: int) -> torch.Tensor:
+    """A mask without the empty slots of a static cache, which a first prefill leaves out."""
+    if fresh == call.q.shape[2] and isinstance(call.state, StaticLayer):
+        return mask[..., : call.k.shape[2]]
+    _refuse_wide(mask, call.k.shape[2])
+    return mask
+
+
+def _refuse_wide(mask: torch.Tensor, keys: int) -> None:
+    """Nobody knows which columns of a mask are about a layer's keys where it has more, such as a
+    user's own in a layer with a window."""
+    if mask.shape[-1] > keys:
+        raise UnsupportedCallError(
+            f"an attention mask for {mask.shape[-1]} keys came to a layer that has {keys}. Give "
+            "the model a mask of two dimensions, or one for each type of its layers."
+        )
+
+
 def _last_queries(call: AttentionCall, fresh: int) -> tuple[AttentionCall, torch.Tensor | None]:
     """The call and mask of a layer that shares another's keys, where the model gives it the last
     queries of a prompt alone (Gemma 4): is_causal would take these for the first."""
@@ -394,42 +414,6 @@ def _last_queries(call: AttentionCall, fresh: int) -> tuple[AttentionCall, torch
         return call, None
     call = replace(call, k=call.k[:, :, :keys], v=call.v[:, :, :keys], lengths=None)
     return call, causal_mask(call)
-
-
-def sdpa_in_bands(
-    module: torch.nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, `[B,T,Hq,D]`, and where that is shorter band by band: queries of a band
-    in a sliding-window layer see no key more than a window before it, so time is T (band + window)
-    instead of T T."""
-    if mask is None or not _pays_in_bands(q, k, mask, kwargs):
-        return sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0], None
-    window, tokens = kwargs["sliding_window"], q.shape[2]
-    band = max(BAND, window)
-    out = []
-    for begin in range(0, tokens, band):
-        queries = slice(begin, begin + band)
-        keys = slice(max(0, begin - window) // 64 * 64, begin + band)  # kernels like it aligned
-        rows = q[:, :, queries], k[:, :, keys], v[:, :, keys], mask[..., queries, keys]
-        out.append(sdpa_attention_forward(module, *rows, **kwargs)[0])
-    return torch.cat(out, 1), None
-
-
-def _pays_in_bands(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
-) -> bool:
-    """Whether a long first prefill of a sliding-window layer can leave out what no query sees.
-    Traced code would be compiled anew for every number of bands."""
-    window = kwargs.get("sliding_window")
-    if window is None or torch.compiler.is_compiling():
-        return False
-    square = mask.shape[-2:] == (q.shape[2], k.shape[2]) and q.shape[2] == k.shape[2]
-    return square and q.shape[2] > 2 * max(BAND, window)
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ module's own forward pre-hook, because `accelerate.hooks.add_hook_to_module` rep
 others attached and `remove_hook_from_module` removes them.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
+from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.edits import check_room
 from attnplug.models.names import (
@@ -26,15 +28,24 @@ from attnplug.models.names import (
 from attnplug.models.sync import may_sync
 
 
+@dataclass
+class Fresh:
+    """How many tokens a forward pass puts into a cache that was empty, 0 into another one, how many
+    it has, and the layers that have been told so."""
+
+    tokens: int
+    passed: int
+    told: set[int] = field(default_factory=set)
+
+
 class PolicyHook(ModelHook):
     """Adds `attnplug_state`, the layer's cache object, and `attnplug_fresh` to the module's keyword
     arguments: how many tokens this pass puts into a static cache that was empty, 0 if it was not or
-    nobody can tell. Only the model's first layer asks the device for it, once a prefill: a sync in
-    every layer would keep the host from running ahead."""
+    nobody can tell. Only the first layer that runs asks the device for it, once a prefill: a sync
+    in every layer would keep the host from running ahead."""
 
-    def __init__(self, layer_index: int, *, first: bool):
+    def __init__(self, layer_index: int):
         self.layer_index = layer_index
-        self.first = first
         self.handle: RemovableHandle | None = None
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -57,15 +68,36 @@ class PolicyHook(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cache = _cache_in(kwargs)
         if cache is not None:
+            self._refuse_other_slot(module)
             state = kwargs[STATE_ARGUMENT] = state_of(cache, self.layer_index)
             tokens = _hidden_states(args, kwargs).shape[1]
             if tokens == 1 and self._may_defer(module, cache, state):
                 state.defer_next = True
             if tokens > 1 and not torch.compiler.is_compiling():
-                if self.first:
-                    vars(cache)[FRESH_ARGUMENT] = tokens if _is_empty(cache, tokens) else 0
-                kwargs[FRESH_ARGUMENT] = vars(cache).get(FRESH_ARGUMENT, 0)
+                kwargs[FRESH_ARGUMENT] = self._fresh(cache, tokens)
         return args, kwargs
+
+    def is_astray(self, module: torch.nn.Module) -> bool:
+        """Whether the module fills another layer of the cache than when the policy was applied."""
+        return bool(module.layer_idx != self.layer_index)
+
+    def _refuse_other_slot(self, module: torch.nn.Module) -> None:
+        """Raise where the module now fills another layer of the cache than when `apply` chose what
+        each of them keeps: layers were taken out, added or put in another order since."""
+        if self.is_astray(module):
+            raise UnsupportedCallError(
+                f"the attention of layer {module.layer_idx} was that of layer {self.layer_index} "
+                "when the policy was applied. Call attnplug.remove(model) and apply again."
+            )
+
+    def _fresh(self, cache: Cache, tokens: int) -> int:
+        """Of a pass whose first layer has asked. A layer that was told before is in a new pass."""
+        fresh: Fresh | None = vars(cache).get(FRESH_ARGUMENT)
+        if fresh is None or fresh.passed != tokens or self.layer_index in fresh.told:
+            fresh = Fresh(tokens if _is_empty(cache, tokens) else 0, tokens)
+            vars(cache)[FRESH_ARGUMENT] = fresh
+        fresh.told.add(self.layer_index)
+        return fresh.tokens
 
     def _may_defer(self, module: torch.nn.Module, cache: Cache, state: Any) -> bool:
         """Whether the layer's cache may leave the write of its token to the attention that follows:
@@ -75,6 +107,12 @@ class PolicyHook(ModelHook):
         own = self.layer_index < len(cache.layers) and cache.layers[self.layer_index] is state
         config = getattr(module, "config", None)
         return own and getattr(config, "_attn_implementation", None) in ATTENTION_NAMES
+
+
+def hooks_of(module: torch.nn.Module) -> list[PolicyHook]:
+    """The hooks of a module, and those that a copy of it has brought along."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, PolicyHook)]
 
 
 def _cache_in(kwargs: dict[str, Any]) -> Cache | None:

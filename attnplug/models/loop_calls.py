@@ -17,7 +17,9 @@ from transformers.generation import logits_process, stopping_criteria, utils
 from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.growth import first_room
 from attnplug.models.names import CACHE
+from attnplug.models.own_code import own_code
 from attnplug.models.sliding import SlidingLayer, sliding_layers
 from attnplug.models.walk import devices_of
 
@@ -72,12 +74,22 @@ def unserved_model(model: PreTrainedModel, kinds: Iterable[str]) -> str:
     # Only a model that names its layers' types takes a mask for each type of them.
     if "sliding" in kinds and not getattr(model.config.get_text_config(), "layer_types", None):
         return f"{family.__name__} takes one mask for all of its layers"
+    return _foreign_method(model, frozenset())
+
+
+def _foreign_method(model: PreTrainedModel, ours: frozenset[str]) -> str:
+    """Which of OWN_METHODS is neither transformers' own nor one of `ours` on the model, if any.
+    Asked in each call: its class, or one that this is derived from, may have changed since."""
+    family = type(model)
     for name in OWN_METHODS:
-        if getattr(family, name, None) is not getattr(MIXIN, name, None):
+        if name in vars(model) and name not in ours:
+            return f"{name} was replaced on this model"
+        found = getattr(family, name, None)
+        if found is not getattr(MIXIN, name, None):
             return f"{family.__name__} has its own {name}"
-    replaced = [name for name in OWN_METHODS if name in vars(model)]
-    if replaced:
-        return f"{replaced[0]} was replaced on this model"
+        code = getattr(own_code(found), "__code__", None)
+        if found is not None and (code is None or code.co_filename != STOCK.__file__):
+            return f"{name} of transformers' {MIXIN.__name__} was replaced"
     if hasattr(family, "create_masks_for_generate"):
         return f"{family.__name__} makes its own masks"
     return ""
@@ -90,9 +102,9 @@ def unserved_arguments(
     is not its own. `ours` are the methods that `apply` has set on the model."""
     if model.device.type not in DEVICES:
         return f"attnplug's own has not been verified on {model.device.type} yet"
-    replaced = [name for name in OWN_METHODS if name in vars(model) and name not in ours]
-    if replaced:
-        return f"{replaced[0]} was replaced on this model"
+    foreign = _foreign_method(model, ours)
+    if foreign:
+        return foreign
     options: Mapping[str, Any] = arguments.get("kwargs", {})
     names = ("custom_generate", "assistant_model", "streamer", "synced_gpus")
     given = [name for name in names if arguments.get(name)]
@@ -157,6 +169,9 @@ def unserved_call(
             return f"the loop does not know {strange[0]}"
     if config.is_assistant:
         return "the model assists another"
+    room = first_room(model.config, config.max_length)
+    if room < config.max_length:
+        return f"the call may come to {config.max_length:,} tokens, and the model reads {room:,}"
     return _unserved_inputs(model, ids, config, inputs)
 
 

@@ -1,12 +1,43 @@
-"""What the rounds of a call came to, and how many drafts the next one makes."""
+"""What the rounds of a call came to, how many drafts the next one makes, and whether it pays."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-# The time of a verification in drafts, between 2.1 at 131,072 tokens and 4.0 at 1,048,576 on an
-# H200 (bench/exact-steps-h200.json, docs/log/house.md).
-VERIFICATION = 3
+import torch
+
+from attnplug.models.cache import PlugLayer
+
 FIRST = 0.9  # of drafts that dense is taken to accept before it has judged any
-KEPT_DRAFTS = 20  # that the acceptance of a call is about: as many before them weigh 1/e as much
+FIRST_DRAFTS = 16  # that this weighs as much as
+KEPT_DRAFTS = 40  # that the acceptance of a call is about: as many before them weigh 1/e as much
+# Rounds end for good where they promise less than this of what dense steps give: by less, chance
+# alone would end them in a long answer.
+ENOUGH = 0.95
+
+
+class Costs(NamedTuple):
+    """The time of a dense step, and that of a verification, in drafts. The verification's is the
+    middle of what an H200 took between 131,072 tokens (2.1) and 1,048,576 (4.0)."""
+
+    dense: float = 0.0  # 0: rounds are asked for, whatever they cost
+    verification: float = 3.0
+
+
+ASKED = Costs()
+
+
+def costs_of(model: torch.nn.Module, layers: Iterable[PlugLayer], tokens: int) -> Costs:
+    """What steps cost over caches of so many tokens. A draft reads the model's weights, a dense
+    step the cache as well, a byte of which took an H200 half of a weight's time, and a verification
+    the same for several queries (bench/exact-steps-h200.json)."""
+    held = 0
+    for layer in layers:
+        for buffer in (layer.keys, layer.values):
+            assert buffer is not None  # of a cache that has been filled
+            held += buffer[:, :, :tokens].nbytes
+    ratio = held / max(1, sum(each.nbytes for each in model.parameters()))
+    return Costs(1 + 0.5 * ratio, 1 + 0.6 * ratio)
 
 
 @dataclass
@@ -17,6 +48,7 @@ class Tally:
     verified: int = 0  # the same, counted for each row that went on
     drafted: int = 0
     accepted: int = 0
+    ended: bool = False  # as too few were accepted: dense steps decoded the rest
 
     def __str__(self) -> str:
         if not self.rounds:
@@ -26,30 +58,43 @@ class Tally:
         return (
             f"{self.rounds:,} rounds of {each:.2g} drafts, of which dense accepted "
             f"{self.accepted / self.verified:.2f} a round{row}"
+            + ("; that did not pay, so that dense steps decoded the rest" if self.ended else "")
         )
 
 
 @dataclass
 class Pace:
-    """How many drafts a round makes, `most` at the most, by how many were accepted before. If dense
-    accepts a draft with probability p where it has accepted those before it, n drafts give
+    """How many drafts a round makes by how many were accepted before: `most`, or if `varies` what
+    has the most tokens for its time. If dense accepts a draft with probability p where it has
+    accepted those before it, n drafts give
 
-        (1 + p + p^2 + ... + p^n) / (n + VERIFICATION)
+        (1 + p + p^2 + ... + p^n) / (n + v)        v: the time of a verification
 
     tokens in the time of a draft. p counts old drafts less; dense's first wrong draft of a round is
     the last that counts."""
 
     most: int
-    accepted: float = FIRST * KEPT_DRAFTS
-    judged: float = KEPT_DRAFTS
+    varies: bool = True
+    costs: Costs = ASKED
+    accepted: float = FIRST * FIRST_DRAFTS
+    judged: float = FIRST_DRAFTS
 
-    def next(self) -> int:
-        """The drafts of the next round, at least 1."""
+    def _best(self) -> tuple[float, int]:
+        """The tokens that the next round gives in the time of a draft, and its drafts."""
         p, given, best = self.accepted / self.judged, 1.0, (0.0, 0)
         for drafts in range(1, self.most + 1):
             given += p**drafts
-            best = max(best, (given / (drafts + VERIFICATION), drafts))
-        return best[1]
+            if self.varies or drafts == self.most:
+                best = max(best, (given / (drafts + self.costs.verification), drafts))
+        return best
+
+    def next(self) -> int:
+        """The drafts of the next round, at least 1."""
+        return self._best()[1]
+
+    def pays(self) -> bool:
+        """Whether the next round gives about as many tokens as dense steps would in its time."""
+        return self._best()[0] * self.costs.dense >= ENOUGH or not self.costs.dense
 
     def note(self, accepted: int, drafted: int) -> None:
         """A row's round has come out so."""

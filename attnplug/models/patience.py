@@ -28,6 +28,8 @@ from attnplug.models.walk import devices_of
 PATIENCE = 4096  # steps of a model before they are compiled
 OWN = "transformers."  # models whose code is known to do nothing on the host from step to step
 LOG = logging.getLogger("attnplug")
+BOOLEAN = torch.bool, torch.uint8  # dtypes of an index that says where
+aten = torch.ops.aten
 
 
 def is_on_one_device(model: torch.nn.Module) -> bool:
@@ -109,18 +111,28 @@ class Replayable(TorchDispatchMode):
 
     supports_higher_order_operators = True
     HOST_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+    # Of these, what the host wants depends on the arguments.
+    INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.HOST_TAGS.intersection(getattr(func, "tags", ())):
+        if self._asks_the_device(func, args):
             raise NotReplayable(f"{func} asks the device")
         found = func(*args, **(kwargs or {}))
         if any(map(self._is_elsewhere, tree_leaves((args, kwargs, found)))):
             raise NotReplayable(f"{func} is about a tensor that is not on {self.device}")
         return found
+
+    def _asks_the_device(self, func: Any, args: Any) -> bool:
+        if getattr(func, "overloadpacket", None) in self.INDEXING:
+            places, *values = args[1:]
+            if values and values[0].numel() == 1 and True not in values[1:]:
+                return False  # a number, written wherever the index says
+            return any(each is not None and each.dtype in BOOLEAN for each in places)
+        return bool(self.HOST_TAGS.intersection(getattr(func, "tags", ())))
 
     def _is_elsewhere(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != self.device

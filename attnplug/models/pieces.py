@@ -18,9 +18,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from attnplug.call import AttentionCall, band_mask
 from attnplug.errors import ArgumentError, UnsupportedCallError
 from attnplug.models.agreement import together
+from attnplug.models.bands import BAND
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.hf import (
-    BAND,
     BINDING,
     Binding,
     as_autocast,

@@ -10,6 +10,9 @@ and the random state ends where dense's would.
 Where nothing of the host is wanted between two rounds, the first draft of the next one runs while
 the host reads what the last one has come to.
 
+Where a policy has chosen rounds itself, and dense accepts too few drafts for them to pay, they end:
+dense steps decode the rest of the call.
+
 Rows of a batch accept different numbers of drafts. All of them then keep the slots of the whole
 round, and a key mask hides what a row did not accept: a row's tokens stay in order, with holes
 between them, at their own positions. When the slots run out, each row's tokens are moved together.
@@ -24,52 +27,19 @@ from typing import Any
 import torch
 
 from attnplug.call import Served
-from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.cache import PlugLayer
 from attnplug.models.captured import Step
-from attnplug.models.decode_step import (
-    REFUSED,
-    StepBuffers,
-    argmax,
-    due_layers,
-    masks_by_type,
-    prepare_layers,
-)
+from attnplug.models.decode_step import REFUSED, StepBuffers, due_layers, prepare_layers
 from attnplug.models.hook import state_of
 from attnplug.models.look import Look
 from attnplug.models.loop_calls import OF_LENGTH
-from attnplug.models.names import CACHE
 from attnplug.models.noise import Noise
-from attnplug.models.pace import Pace, Tally
+from attnplug.models.pace import ASKED, Pace, Tally, costs_of
 from attnplug.models.patience import PatientStep, is_capturable
+from attnplug.models.round_steps import Feed, dense_step, settle, verify_step
 from attnplug.models.sliding import round_of, sliding_layers
 from attnplug.models.slots import close_holes, full_layers, take_back
 from attnplug.models.walk import all_modules, has_moving_rope
-
-
-@dataclass
-class Feed:
-    """What a verification is given and leaves, at fixed addresses: each row's last token and the
-    drafts behind it `[B,m+1]`, how many of these the round has made `[]`, and how many dense
-    accepts, then its own tokens `[B,m+2]`."""
-
-    tokens: torch.Tensor
-    drafted: torch.Tensor
-    found: torch.Tensor
-
-    @property
-    def place(self) -> tuple[int, int, torch.device]:
-        """How many rows and drafts there are room for, and where."""
-        return len(self.tokens), self.tokens.shape[1] - 1, self.tokens.device
-
-    @classmethod
-    @torch.inference_mode(False)  # it serves calls outside of it, too
-    def empty(cls, rows: int, drafts: int, device: torch.device) -> "Feed":
-        zeros = torch.zeros
-        return cls(
-            zeros((rows, drafts + 1), dtype=torch.int64, device=device),
-            zeros((), dtype=torch.int64, device=device),
-            zeros((rows, drafts + 2), dtype=torch.int64, device=device),
-        )
 
 
 def drafts_of(call: Any, masked: bool) -> int:
@@ -130,89 +100,6 @@ def _copies_experts(model: Any) -> bool:
     return "grouped_mm" in model.get_experts_implementation().values()
 
 
-def verify_step(
-    model: Any,
-    cache: PlugCache,
-    tokens: torch.Tensor,
-    drafted: torch.Tensor,
-    found: torch.Tensor,
-    token: torch.Tensor,
-    position: torch.Tensor,
-    slot: torch.Tensor,
-    mask: torch.Tensor | None,
-    going: torch.Tensor,
-    greedy: bool,
-    options: dict[str, Any],
-) -> torch.Tensor | None:
-    """Take back what the drafts have fed, and feed the last tokens with all drafts, those of rounds
-    before where this one has made fewer. Where `greedy`, settle the round; else return the logits
-    `[B,m+1,V]` in float32."""
-    fed = tokens.shape[1]
-    take_back(full_layers(cache), drafted)
-    position.sub_(drafted)
-    places = torch.arange(fed, device=tokens.device, dtype=position.dtype)
-    masks: Any = None
-    if mask is not None:
-        slot.sub_(drafted)
-        mask.index_fill_(3, slot + places, True)
-        slot.add_(fed)
-        masks = mask.view(torch.uint8)  # as `plug_mask` has it
-    beside = round_of(cache.layers)
-    if beside is not None:
-        masks = masks_by_type(masks, beside.mask(fed))
-    outputs = model(
-        input_ids=tokens,
-        position_ids=position + places,
-        attention_mask=masks,
-        use_cache=True,
-        return_dict=True,
-        **{CACHE: cache},
-        **options,
-    )
-    logits = outputs.logits.to(dtype=torch.float32, copy=True)
-    if not greedy:
-        return logits
-    chosen = argmax(logits.flatten(0, 1)).unflatten(0, tokens.shape)
-    settle(cache, tokens, drafted, found, token, position, slot, mask, going, chosen)
-    return None
-
-
-def settle(
-    cache: PlugCache,
-    tokens: torch.Tensor,
-    drafted: torch.Tensor,
-    found: torch.Tensor,
-    token: torch.Tensor,
-    position: torch.Tensor,
-    slot: torch.Tensor,
-    mask: torch.Tensor | None,
-    going: torch.Tensor,
-    chosen: torch.Tensor,
-) -> None:
-    """Accept the drafts of this round that equal what dense has `chosen` behind the last token and
-    them `[B,drafted+1]`, or more, before the first that does not, and have the caches hold or show
-    these alone. Rows that are not `going` `[B]` stay where they ended. Nothing is read on the
-    host."""
-    fed, known = tokens.shape[1], chosen.shape[1]
-    same = chosen[:, :-1] == tokens[:, 1:known]
-    accepted = same.int().cumprod(1).sum(1, keepdim=True, dtype=torch.int64)
-    accepted = torch.minimum(accepted, drafted)
-    if mask is None:
-        take_back(full_layers(cache), (fed - 1 - accepted).reshape(()))
-    else:
-        places = torch.arange(fed, device=tokens.device)
-        mask[:, 0, 0].scatter_(1, (slot - fed + places).expand_as(tokens), places <= accepted)
-        take_back(full_layers(cache), fed - 1 - drafted)
-        slot.sub_(fed - 1 - drafted)
-    beside = round_of(cache.layers)
-    if beside is not None:
-        beside.settle(sliding_layers(cache.layers), accepted + 1)
-    position.add_((accepted + 1) * going[:, None])
-    token.copy_(chosen.gather(1, accepted).clamp(min=0))  # -1, which is looked at, is no token
-    found[:, :1].copy_(accepted)
-    found[:, 1 : known + 1].copy_(chosen)
-
-
 @dataclass
 class RoundSteps:
     """What a model keeps of its rounds from one call to the next."""
@@ -220,6 +107,7 @@ class RoundSteps:
     tally: Tally = field(default_factory=Tally)  # of the last call
     feed: Feed | None = None
     verify: PatientStep | None = None
+    dense: PatientStep | None = None
 
     def begin(self) -> None:
         """A call begins, in rounds or not."""
@@ -232,42 +120,48 @@ class RoundSteps:
         if self.feed is None or self.feed.place != place:
             self.feed = Feed.empty(*place)
         verify: Step = verify_step
+        dense: Step = dense_step
         if compiles and call.device.type == "cuda" and is_capturable(call.model):
-            if self.verify is None:
+            if self.verify is None or self.dense is None:
                 self.verify = PatientStep(verify_step, lambda: verify_step, math.inf)
-            self.verify.begin()
-            verify = self.verify
+                self.dense = PatientStep(dense_step, lambda: dense_step, math.inf)
+            verify, dense = self.verify, self.dense
 
         def decode(step: Step, buffers: StepBuffers, logits: torch.Tensor) -> int:
             assert self.feed is not None  # made above
-            return Rounds(call, buffers, self.feed, step, verify, self.tally).run(logits)
+            steps = step, verify, dense
+            return Rounds(call, buffers, self.feed, steps, self.tally).run(logits)
 
         return decode
 
 
 class Rounds:
-    """The rounds of one call: `draft` is a step of one token, `verify` one of `verify_step`."""
+    """The rounds of one call, by three steps: one that drafts a token, `verify_step` and
+    `dense_step`."""
 
     def __init__(
         self,
         call: Any,
         buffers: StepBuffers,
         feed: Feed,
-        draft: Step,
-        verify: Step,
+        steps: tuple[Step, Step, Step],
         tally: Tally,
     ):
         self.call, self.buffers, self.feed = call, buffers, feed
-        self.draft, self.verify = draft, verify
+        self.draft, self.verify, self.dense = steps
         self.most = feed.tokens.shape[1] - 1
-        varies = any(each.policy.varies_rounds for each in call.bound.values() if each.policy)
-        self.pace = Pace(self.most) if varies else None
-        self.tally = tally
-        begin = getattr(draft, "begin", None)
-        if begin is not None:
-            begin()
-        self.ends = set() if call.ends is None else set(call.ends.tolist())
         self.layers = full_layers(call.cache)
+        policies = [each.policy for each in call.bound.values() if each.policy]
+        varies = any(policy.varies_rounds for policy in policies)
+        asked = any(policy.asks_for_rounds for policy in policies)
+        costs = ASKED if asked else costs_of(call.model, self.layers, call.length)
+        self.pace = Pace(self.most, varies, costs)
+        self.tally = tally
+        for step in steps:
+            begin = getattr(step, "begin", None)
+            if begin is not None:
+                begin()
+        self.ends = set() if call.ends is None else set(call.ends.tolist())
         self.room = min(layer.max_cache_len for layer in self.layers)
         self.lengths = [call.length] * call.rows
         self.going = set(range(call.rows))
@@ -286,7 +180,10 @@ class Rounds:
         self._note([[token] for token in self.buffers.token[:, 0].tolist()], self.buffers.token)
         try:
             while self.going:
-                self._make_room()
+                if self.unread is None and not self.pace.pays():
+                    self._step_on(options)
+                    break
+                self._make_room(self.most + 1)
                 self._prepare_layers()
                 tokens[:, :1].copy_(self.buffers.token)
                 _set_part(self.layers, "draft")
@@ -298,7 +195,11 @@ class Rounds:
                     if not self.going:
                         take_back(self.layers, drafted)
                         break
-                drafts = self.most if self.pace is None else self.pace.next()
+                    if not self.pace.pays():
+                        self._forget_draft()
+                        self._step_on(options)
+                        break
+                drafts = self.pace.next()
                 for place in range(drafted, drafts):
                     self._draft(place, options)
                 self._verify(drafts, dict.fromkeys(options, 0))
@@ -319,10 +220,36 @@ class Rounds:
             mask = mask[:, 0, 0, :held].long()
         prepare_layers(due, held, mask)
 
-    def _make_room(self) -> None:
-        """Close the holes where the cache has no slots for another round."""
+    def _step_on(self, options: dict[str, Any]) -> None:
+        """Decode the rest of the call by dense steps."""
+        call, buffers = self.call, self.buffers
+        self.tally.ended = True
+        _set_part(self.layers, "dense")
+        while self.going:
+            self._make_room(1)
+            self._prepare_layers()
+            state = *buffers.stepped(), call.greedy, options
+            found = self.dense(call.model, call.cache, *state)
+            chosen = buffers.token if found is None else self._choose(found, 0)[:, None]
+            self.held += 1
+            self._note(chosen.tolist(), chosen)
+            if found is not None:
+                buffers.token.copy_(chosen)
+
+    def _forget_draft(self) -> None:
+        """Be as if the draft behind a round that has been read had not been made."""
+        buffers, beside = self.buffers, round_of(self.call.cache.layers)
+        take_back(self.layers, 1)
+        buffers.position.sub_(1)
+        buffers.slot.sub_(1)
+        buffers.token.copy_(self.feed.tokens[:, :1])
+        if beside is not None:
+            beside.place.sub_(1)
+
+    def _make_room(self, slots: int) -> None:
+        """Close the holes where the cache has not so many slots left."""
         mask, begin = self.buffers.mask, self.call.prompt.shape[1]
-        if mask is None or self.held + self.most + 1 <= self.room:
+        if mask is None or self.held + slots <= self.room:
             return
         keep = max(self.lengths[row] for row in self.going) - 1 - begin
         close_holes(self.layers, mask[:, 0, 0], begin, self.held, keep)
@@ -370,9 +297,8 @@ class Rounds:
         self.tally.verified += len(self.going)
         self.tally.drafted += drafts * len(self.going)
         self.tally.accepted += sum(len(rounds[row]) - 1 for row in self.going)
-        if self.pace is not None:
-            for row in sorted(self.going):
-                self.pace.note(len(rounds[row]) - 1, drafts)
+        for row in sorted(self.going):
+            self.pace.note(len(rounds[row]) - 1, drafts)
         self._note(rounds, self.feed.found[:, 1:])
 
     def _note(self, chosen: list[list[int]], held: torch.Tensor) -> None:

@@ -20,6 +20,14 @@ def query_positions(call: AttentionCall, query_block: int) -> torch.Tensor:
     return position
 
 
+def union_of(picks: torch.Tensor) -> torch.Tensor:
+    """What any query has picked, int32 `[B,Hkv,1,T*K]`, ascending, from picks `[B,Hkv,T,K]`; what
+    an entry before says already is -1, as is none."""
+    union = picks.flatten(2).sort(-1).values
+    again = torch.nn.functional.pad(union[..., 1:] == union[..., :-1], (1, 0))
+    return union.masked_fill(again, -1).unsqueeze(2)
+
+
 def read_blocks(
     call: AttentionCall,
     index: torch.Tensor,

@@ -56,6 +56,11 @@ class Phase:
         """Whether a round makes as many drafts as were of use lately, and `rounds` at the most."""
         return False
 
+    @property
+    def asks_for_rounds(self) -> bool:
+        """Whether a call is decoded in rounds even where they turn out not to pay."""
+        return False
+
     def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads | None:
         """What a decode step reads of a row of `tokens`, as `attnplug eval` shows beside a score,
         in a cache with room for `room` of them, by default for no more; None where the method does

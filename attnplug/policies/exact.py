@@ -49,7 +49,8 @@ class Exact(DenseBelow):
     draft: the method that drafts, a term of a policy string such as "gather(k=64)"; it must keep
     its cache on the GPU. m: drafts a round, or "auto", which chooses from 1 to 8 for each round by
     how many were accepted before. min_tokens: caches with room for fewer tokens are decoded by
-    dense steps; None is the crossover that was measured on the kind of device.
+    dense steps. None is the crossover that was measured on the kind of device; where dense accepts
+    too few drafts for rounds to pay, dense steps then decode the rest of a call.
 
     Rounds are made in the loop that attnplug runs for `generate`, where layers have full attention
     or sliding windows that the prompt fills. Each row of a batch accepts its own number of drafts.
@@ -97,6 +98,10 @@ class Exact(DenseBelow):
         return self.m == "auto"
 
     @property
+    def asks_for_rounds(self) -> bool:
+        return self.min_tokens is not None
+
+    @property
     def layer_type(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The cache layer that drafts need."""
         return self.drafter.layer_type
@@ -132,7 +137,9 @@ class Exact(DenseBelow):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = call.state
         part = layer.round_part if isinstance(layer, PlugLayer) else ""
-        if part == "verify":
+        if part == "dense":
+            call.flush()
+        if part in ("dense", "verify"):
             return Dense().attend(call)
         if part == "draft":
             if not self.drafter.takes_pending:

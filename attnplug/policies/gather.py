@@ -30,9 +30,9 @@ from attnplug.ops.gather.gather_rows import gather_rows
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gather.reference import RANKED
 from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
-from attnplug.policies._few_queries import as_one, asks_for_few, divide, merge, union_of
+from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
-from attnplug.policies._reads import query_positions, read_blocks
+from attnplug.policies._reads import query_positions, read_blocks, union_of
 from attnplug.policies.crossover import DenseBelow
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
@@ -173,8 +173,6 @@ class Gather(DenseBelow):
         if layer is None:
             return self.leave_to_dense(call)
         options = self._options(call)
-        if call.q.shape[2] > 1 and self.k > 0:
-            return self._attend_few(call, layer, options)
         pending = layer.take_pending()
         if isinstance(layer, HostGatherLayer) and layer.near is not None:
             return self._attend_on_host(call, layer, layer.near, pending, options)
@@ -189,26 +187,6 @@ class Gather(DenseBelow):
     def serves_few(self, call: AttentionCall) -> bool:
         asked = self.kv != "host" and asks_for_few(self, call)
         return asked and self._own_layer(call) is not None
-
-    def _attend_few(
-        self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Each of a few queries reads its own sink and last blocks, and all of them the blocks that
-        any has picked."""
-        options["lengths"] = call.lengths
-        # The last queries may be in another block than the first, and pick its first local one.
-        picks = self._picks(call, layer, options)
-        late, early = divide(picks, self._first_local(call), 1)
-        more = {"scale": call.scale, "softcap": call.softcap}
-        late = late.expand(-1, -1, call.q.shape[2], -1)
-        near = gather_attention(call.q, call.k, call.v, late, **more, **options)
-        options["sink"] = options["local"] = 0
-        far = gather_attention(as_one(call.q), call.k, call.v, early, **more, **options)
-        return merge(near, far, call.sinks)
-
-    def _first_local(self, call: AttentionCall) -> torch.Tensor:
-        """The first of the last blocks that the first query reads in any case, `[1 or B,1]`."""
-        return query_positions(call, 64) // self.block - self.local + 1
 
     def _attend_on_host(
         self,
@@ -358,12 +336,14 @@ class Gather(DenseBelow):
         layer = self._own_layer(call)
         if layer is None:
             return None
-        index = self._picks(call, layer, self._options(call) | {"lengths": call.lengths})
+        picks = self._select(call, layer, self._options(call) | {"lengths": call.lengths})
+        # A few queries are one block: what any of them reads.
+        first_local = query_positions(call, 64) // self.block - self.local + 1
         return read_blocks(
             call,
-            index,
-            self._first_local(call).clamp(min=0),
-            query_block=64,  # a few queries are one block
+            union_of(picks) if self.k > 0 else picks[:, :, :1],
+            first_local.clamp(min=0),
+            query_block=64,
             block=self.block,
             sink=self.sink,
             most=self.local + (call.q.shape[2] > 1),
@@ -378,13 +358,6 @@ class Gather(DenseBelow):
             "start": call.first_key,
             "key_mask": call.key_mask,
         }
-
-    def _picks(
-        self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """The distant blocks that each KV head reads for all queries, int32 `[B,Hkv,1,T*k]`."""
-        picks = self._select(call, layer, options)
-        return union_of(picks) if self.k > 0 else picks[:, :, :1]
 
     def _select(
         self, call: AttentionCall, layer: GatherLayer, options: dict[str, Any]

@@ -26,7 +26,7 @@ from attnplug.ops import (
 from attnplug.ops.gvr.page_codes import PageCodes, empty_page_codes
 from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
-from attnplug.policies._few_queries import as_one, asks_for_few, divide, merge, union_of
+from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies.crossover import DenseBelow
 
@@ -36,6 +36,8 @@ from attnplug.policies.crossover import DenseBelow
 # On a CPU it was slower at every length that was tried, up to 32,768; it waits as long as sketch.
 CROSSOVER_FACTOR = 4
 CROSSOVER_FLOOR = {"cuda": 163840, "cpu": 524288}
+# Of the queries that a program of the scores holds: those of a KV head times the head dimension.
+MOST_NUMBERS = 128 * 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,45 +91,25 @@ class Gvr(DenseBelow):
         if layer is None:
             return self.leave_to_dense(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
-        if call.q.shape[2] > 1:
-            return self._attend_few(call, layer, where)
         return self._step(call, PageCodes(layer.codes, layer.scales), where)
 
     def serves_few(self, call: AttentionCall) -> bool:
-        return asks_for_few(self, call) and self._own_layer(call) is not None
-
-    def _attend_few(
-        self, call: AttentionCall, layer: GvrLayer, where: dict[str, Any]
-    ) -> torch.Tensor:
-        """Each of a few queries reads its own sink and window, and all of them the tokens that any
-        has picked."""
-        assert call.lengths is not None  # of a static cache
-        (rows, _, queries, _), heads = call.q.shape, call.k.shape[1]
-        options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
-        scores = score_tokens(call.q, layer.codes, layer.scales, **options)
-        best, values = topk(scores, self.k, lengths=score_lengths(call.lengths, heads * queries))
-        best = torch.where(values == -torch.inf, -1, best)  # what a query has not picked
-        union = union_of(best.view(rows, heads, queries, self.k))
-        # Later queries may pick what is in the window of the first.
-        late, early = divide(union, call.lengths - queries - self.window + 1, queries - 1)
-        more = {"scale": call.scale, "softcap": call.softcap}
-        late = late.expand(-1, -1, queries, -1)
-        near = gather_tokens_attention(call.q, call.k, call.v, late, **more, **options)
-        options["sink"] = options["window"] = 0
-        far = gather_tokens_attention(as_one(call.q), call.k, call.v, early, **more, **options)
-        return merge(near, far, call.sinks)
+        (_, heads, queries, width), kv_heads = call.q.shape, call.k.shape[1]
+        if not asks_for_few(self, call) or queries * (heads // kv_heads) * width > MOST_NUMBERS:
+            return False
+        return self._own_layer(call) is not None
 
     def _step(
         self, call: AttentionCall | PagedCall, keys: PageCodes, where: dict[str, Any]
     ) -> torch.Tensor:
-        """The output of a step; `where` says which keys are the rows'."""
+        """The output of a step, or of a few queries; `where` says which keys are the rows'."""
         options: dict[str, Any] = {"sink": self.sink, "window": self.window, **where}
         picks = self._best(call, keys, options)
         out, _ = gather_tokens_attention(
             call.q,
             call.k,
             call.v,
-            picks.unsqueeze(2),
+            picks,
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
@@ -138,10 +120,10 @@ class Gvr(DenseBelow):
     def _best(
         self, call: AttentionCall | PagedCall, keys: PageCodes, options: dict[str, Any]
     ) -> torch.Tensor:
-        """The picks of a step, int32 `[B,Hkv,k]`. Where a row has fewer than k others, -inf is
+        """The picks of each query, int32 `[B,Hkv,T,k]`. Where it has fewer than k others, -inf is
         picked too; attention passes over those. Neither the scale nor the softcap changes an
         order."""
-        shape = len(call.q), call.k.shape[1], self.k
+        shape = len(call.q), call.k.shape[1], call.q.shape[2], self.k
         if options.get("table") is None:
             return top_tokens(call.q, *keys, self.k, **options)[0].view(shape)
         scores = score_tokens(call.q, *keys, **options)

@@ -100,13 +100,14 @@ class Policy:
         look on where someone records."""
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         verifies = getattr(call.state, "round_part", "") == "verify"  # of a PlugLayer
-        call.is_step = call.q.shape[2] == 1 or verifies or self.decode.serves_few(call)
+        few = not verifies and self.decode.serves_few(call)
+        call.is_step = call.q.shape[2] == 1 or verifies or few
         phase = self.decode if call.is_step else self.prefill
         if not phase.takes_pending:
             call.flush()
         call.served_by = phase.name
         out = phase.attend(call)
-        if call.q.shape[2] > 1:
+        if call.q.shape[2] > 1 and not few:
             self.decode.note_queries(call)
         if self.trace is not None and call.trace_to is not None:
             call.trace_to.emit(call, self.trace.observe(call, phase))
@@ -128,6 +129,12 @@ class Policy:
         """Whether rounds make fewer drafts where few were accepted."""
         assert self.decode is not None  # filled by __post_init__
         return self.decode.varies_rounds
+
+    @property
+    def asks_for_rounds(self) -> bool:
+        """Whether a call is decoded in rounds even where they turn out not to pay."""
+        assert self.decode is not None  # filled by __post_init__
+        return self.decode.asks_for_rounds
 
     @property
     def page_phase(self) -> Phase:

@@ -17,10 +17,12 @@ from typing import Any, ClassVar
 import torch
 
 from attnplug.call import AttentionCall, LayerShape, StepReads
+from attnplug.models.sync import may_sync
 from attnplug.ops import sketch_decode, sketch_host_decode
 from attnplug.ops.sketch.kernels.codes import LOCAL
 from attnplug.ops.sketch.merge_sketch import TAILS
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
+from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._sketch_audit import Asked
 from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
 from attnplug.policies.crossover import DenseBelow
@@ -117,10 +119,18 @@ class Sketch(DenseBelow):
         if not torch.compiler.is_compiling():
             layer.asked = Asked(call.scale, call.softcap, call.sinks, self.k, self.tail)
 
+    def serves_few(self, call: AttentionCall) -> bool:
+        layer = self._own_layer(call) if asks_for_few(self, call) else None
+        if layer is None or layer.on_host:
+            return False
+        return layer.is_fitted or may_sync(call.q.is_cuda)
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        layer = self._own_layer(call)
+        layer, alone = self._own_layer(call), call.q.shape[2] == 1
         if layer is not None:
             self._note_asked(call, layer)
+            if not alone:  # a step's op keeps its own
+                layer.keep_queries(call)
             layer.step_by_host(call)
         if layer is None or not layer.is_fitted:
             return self.leave_to_dense(call)
@@ -143,7 +153,7 @@ class Sketch(DenseBelow):
             scale=call.scale,
             top_k=self.k,
             tail=self.tail,
-            recent=layer.ring(call.q),
+            recent=layer.ring(call.q) if alone else None,
             hint=layer.hint,
             start=call.first_key,
             key_mask=call.key_mask,

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 import attnplug
 from attnplug.call import AttentionCall
-from attnplug.models import hf
+from attnplug.models import bands, hf
 
 TOKENS = 37
 # Families whose served layers tell a policy what Llama's do but for these fields; a test below
@@ -100,10 +100,10 @@ def test_long_sliding_prefills_run_in_bands(name, device, monkeypatch):
     """The same logits, padding included, from keys that no band's query would see left out."""
     model = stock_model(next(f for f in FAMILIES if f.name == name), device)
     seen = []
-    attend = hf.sdpa_attention_forward
-    monkeypatch.setattr(hf, "BAND", 4)
+    attend = bands.sdpa_attention_forward
+    monkeypatch.setattr(bands, "BAND", 4)
     monkeypatch.setattr(
-        hf,
+        bands,
         "sdpa_attention_forward",
         lambda *a, **k: seen.append(a[2].shape[2]) or attend(*a, **k),
     )

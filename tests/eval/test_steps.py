@@ -10,7 +10,7 @@ from attnplug.eval import generate
 from attnplug.eval.measure import Reading, compare_logits
 from attnplug.eval.own_attention import own_attention
 from attnplug.eval.steps import own_steps
-from attnplug.models import hf
+from attnplug.models import bands, hf
 from attnplug.policies import parse
 from attnplug.testing.policy import tiny_model
 
@@ -76,16 +76,19 @@ def test_a_models_own_windows_are_read_in_bands(window, device, monkeypatch):
     model, ids = gemma(window, device), prompts(device, (90,))[0]
     with torch.no_grad():
         wanted = model(ids).logits
-    calls, keep = [], hf.sdpa_attention_forward
-    monkeypatch.setattr(hf, "BAND", 16)
-    monkeypatch.setattr(
-        hf, "sdpa_attention_forward", lambda *a, **k: calls.append(a[1].shape[2]) or keep(*a, **k)
-    )
+    calls, keep = [], bands.sdpa_attention_forward
+    monkeypatch.setattr(bands, "BAND", 16)
+
+    def noted(module, q, k, *rest, **more):
+        calls.append(q.shape[2])
+        return keep(module, q, k, *rest, **more)
+
+    monkeypatch.setattr(bands, "sdpa_attention_forward", noted)
     with torch.no_grad(), own_attention(model):
         found = model(ids).logits
     band = max(16, window)
-    bands = [band] * (90 // band) + [90 % band]
-    assert calls == [*bands, 90]  # the second layer has no window
+    widths = [band] * (90 // band) + [90 % band]
+    assert calls == [*widths, 90]  # the second layer has no window
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
     calls.clear()
     with torch.no_grad():

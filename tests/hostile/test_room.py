@@ -11,6 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.generation.configuration_utils import CompileConfig
 
 import attnplug
+from attnplug.models.names import CACHE
 from attnplug.policies import certificates
 from attnplug.testing.policy import tiny_model
 
@@ -312,3 +313,31 @@ def test_short_and_long_calls_in_turn_compile_once_each():
         with torch._dynamo.config.patch(error_on_recompile=number > 1):
             model.generate(prompt, attention_mask=mask, max_new_tokens=steps, compile_config=config)
         assert attnplug.report(model).loop == ""
+
+
+@pytest.mark.parametrize("new", [10**7, 10**12])
+def test_no_limit_is_no_room(new, device):
+    """Whoever asks for a million tokens means that the model ends: stock's cache grows with it."""
+    model = tiny_model(device=device, max_position_embeddings=40)
+    ids = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(1)).to(device)
+    ends = dict(eos_token_id=list(range(3, 40)), do_sample=False, max_new_tokens=new)
+    wanted = model.generate(ids, **ends)
+    attnplug.apply(model, "dense")
+    out = model.generate(ids, return_dict_in_generate=True, **ends)
+    assert torch.equal(out.sequences, wanted)
+    assert out[CACHE].room <= 40 and "the model reads 40" in attnplug.report(model).loop
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_beams=2), dict(do_sample=True)], ids=str)
+def test_a_call_without_a_limit_goes_on_beyond_what_the_model_reads(options, device):
+    model = tiny_model(device=device, max_position_embeddings=40)
+    ids = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(1)).to(device)
+
+    def tokens(**more):
+        torch.manual_seed(2)
+        fields = dict(do_sample=False, max_new_tokens=90) | options
+        return model.generate(ids, **(fields | more))
+
+    wanted = tokens(disable_compile=True)
+    attnplug.apply(model, "gather(k=16, block=16, sink=1, local=2, min_tokens=0)")
+    assert torch.equal(tokens(), wanted)

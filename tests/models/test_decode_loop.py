@@ -2,6 +2,10 @@
 the call to it and says why."""
 
 import copy
+import functools
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -245,6 +249,26 @@ def test_a_model_with_methods_of_its_own_keeps_the_stock_loop():
     assert model.prepare_inputs_for_generation == stock
 
 
+@pytest.mark.parametrize("where", ["a class of its own", "GenerationMixin"])
+def test_a_loop_that_somebody_replaced_after_apply_is_run(where, monkeypatch):
+    model = attnplug.apply(tiny_model(), "dense")
+    whole = call(model)[0].sequences
+    stock = GenerationMixin._sample
+
+    @functools.wraps(stock)
+    def shorter(self, *args, **kwargs):
+        out = stock(self, *args, **kwargs)
+        out.sequences = out.sequences[:, :-2]
+        return out
+
+    if where == "GenerationMixin":
+        monkeypatch.setattr(GenerationMixin, "_sample", shorter)
+    else:
+        model.__class__ = type("Own", (type(model),), {"_sample": shorter})
+    assert torch.equal(call(model)[0].sequences, whole[:, :-2])
+    assert "_sample" in attnplug.report(model).loop
+
+
 def test_invalid_probabilities_are_refused_as_multinomial_does():
     """On a CPU; on a GPU either loop's assertion ends the CUDA context, and all that is in it."""
     model = tiny_model()
@@ -429,3 +453,41 @@ def test_steps_of_a_cache_that_is_seen_again_run_ahead_where_crops_are_exact(
     with attnplug.applied(tiny_model(), policy) as model:
         call(model, compile_config=compiling(), max_new_tokens=3)
     assert set(waits) == {3 if ahead else 0}
+
+
+FORKED = """
+import os, threading, torch
+import attnplug
+from attnplug.testing.policy import tiny_model
+torch.set_num_threads(1)
+model = attnplug.apply(tiny_model(), "dense")
+ids = torch.arange(3, 23)[None]
+wanted = model.generate(ids, max_new_tokens=4, do_sample=False)
+inside, free = threading.Event(), threading.Event()
+def wait(*_):
+    inside.set()
+    free.wait(60)
+def call():
+    model.generate(ids, max_new_tokens=4, do_sample=False)
+handle = model.lm_head.register_forward_hook(wait)
+thread = threading.Thread(target=call)
+thread.start()
+inside.wait(60)
+handle.remove()
+pid = os.fork()
+if pid == 0:
+    found = model.generate(ids, max_new_tokens=4, do_sample=False)
+    os._exit(0 if torch.equal(found, wanted) else 3)
+print(os.waitpid(pid, 0)[1])
+free.set()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows does not fork")
+def test_a_child_forked_in_another_threads_call_generates():
+    """numba's layer there is one that forked children may use."""
+    environment = os.environ | {"NUMBA_THREADING_LAYER": "workqueue"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr

@@ -88,6 +88,8 @@ def test_a_model_on_several_devices_is_not_captured():
     [
         (lambda x: int(x.sum()), "_local_scalar_dense.default asks the device"),
         (lambda x: x[x > 0], "index.Tensor asks the device"),
+        (lambda x: x.index_put_((x > 0,), torch.ones(3)), "index_put_.default asks the device"),
+        (lambda x: x.index_put((x > 0,), x[:1], True), "index_put.default asks the device"),
         (lambda x: x.nonzero(), "nonzero.default asks the device"),
         (lambda x: x.to("meta"), "_to_copy.default is about a tensor that is not on cpu"),
         (lambda x: torch.full((2,), 3.0, device="meta"), "full.default is about a tensor"),
@@ -102,6 +104,10 @@ def test_what_a_graph_replays_does_not_raise():
     x, number = torch.ones(3), torch.zeros((), device="meta")
     with Replayable(torch.device("cpu")):
         assert (x * 2 + x.softmax(0).sum()).tolist() == [3.0] * 3
+        assert x[torch.tensor([2, 0])].tolist() == [1.0, 1.0]
+        x[torch.tensor([1])] = 5.0
+        x[x > 2] = 3.0
+        assert x.tolist() == [1.0, 3.0, 1.0]
         assert number.dim() == 0 and torch.full_like(number, 2).shape == ()
 
 

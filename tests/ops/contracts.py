@@ -201,7 +201,7 @@ def score_tokens() -> Iterator[Inputs]:
 
 def top_tokens() -> Iterator[Inputs]:
     for case in score_tokens():
-        if "table" not in case and case["q"].shape[2] == 1:
+        if "table" not in case:
             yield case | {"k": 7}
 
 
@@ -285,11 +285,13 @@ def sketch_decode() -> Iterator[Inputs]:
     yield asked | more
     yield asked | more | {"count": False}
     yield asked
+    yield asked | {"q": random(1, 2, 4, 3, 64), "hint": more["hint"]} | rows_of(900) | CAPPED
 
 
 def sketch_host_decode() -> Iterator[Inputs]:
     for case in sketch_decode():
-        yield case | {"fixed": ops.FixedPart.empty(case["k"])}
+        if case["q"].shape[2] == 1:
+            yield case | {"fixed": ops.FixedPart.empty(case["k"])}
 
 
 # --- certified -------------------------------------------------------------------------------

@@ -333,6 +333,7 @@ def kernel(paths, name, **functions):
     space = {
         "gl": _language(),
         "gluon": types.SimpleNamespace(jit=lambda f: f),
+        "triton": types.SimpleNamespace(constexpr_function=lambda f: f),
         "mma_v2": mma_v2,
         "tl": TL,
         "mbarrier": Barrier,

@@ -1,6 +1,7 @@
 """Drafts, prompts and calls that the tests of exact share."""
 
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 SHORT = "gather(k=1, block=16, sink=1, local=1)"  # often wrong
 FAR = "gather(k=0, block=16, sink=0, local=1)"  # a window of 16 tokens: nearly always wrong
@@ -43,3 +44,14 @@ def rows_of(what, model, tokens=150):
             mask[row, :padded] = 0
         options["attention_mask"] = mask.to(model.device)
     return ids, options
+
+
+def windowed(device):
+    """Gemma 3 with windows of 32 tokens in every other layer."""
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=32, sliding_window_pattern=2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(config).to(device).eval()

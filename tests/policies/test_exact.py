@@ -16,11 +16,12 @@ from exact_cases import (
     ids_of,
     rows_of,
     tally,
+    windowed,
 )
 
 import attnplug
 from attnplug import PolicyError
-from attnplug.models import decode_loop, noise, pace, rounds
+from attnplug.models import decode_loop, noise, rounds
 from attnplug.policies.exact import Exact
 from attnplug.testing import tiny_model
 
@@ -315,16 +316,7 @@ def test_what_has_no_rounds_decodes_by_dense(model, what):
 
 @pytest.fixture
 def hybrid(device):
-    """Gemma 3 with windows of 32 tokens in every other layer."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, head_dim=32,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=32, sliding_window_pattern=2,
-        pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return Gemma3ForCausalLM(config).to(device).eval()
+    return windowed(device)
 
 
 @pytest.mark.parametrize(
@@ -452,70 +444,6 @@ def test_compiled_steps_draft_too(model, hybrid, what, compile_mode):
 def test_bad_options(options, match):
     with pytest.raises(PolicyError, match=match):
         Exact(**options)
-
-
-def drafts_of_rounds(model, monkeypatch, policy, ids=None, **options):
-    """How many drafts each round of a call made, which gives dense's tokens."""
-    made, judge = [], rounds.Rounds._verify
-    note = lambda self, drafts, *a: made.append(drafts) or judge(self, drafts, *a)  # noqa: E731
-    monkeypatch.setattr(rounds.Rounds, "_verify", note)
-    with attnplug.applied(model, "dense"):
-        wanted, _ = call(model, ids, new=60, **options)
-    with attnplug.applied(model, policy):
-        assert call(model, ids, new=60, **options)[0] == wanted
-        found, text = tally(model), str(attnplug.report(model))
-    assert found.drafted == sum(made) and found.rounds == len(made)
-    assert f"rounds of {sum(made) / len(made):.2g} drafts" in text
-    return made
-
-
-def test_auto_drafts_as_many_as_are_accepted(model, monkeypatch):
-    """A draft that reads all is right each time, one that is always wrong hardly ever."""
-    assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))[-2:] == [8, 8]
-    judge = rounds.Rounds._verify
-
-    def wrong(self, *args):
-        self.feed.tokens[:, 1:] = 96  # which dense chooses now and then
-        judge(self, *args)
-
-    monkeypatch.setattr(rounds.Rounds, "_verify", wrong)
-    made = drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))
-    assert made[0] == 5 and set(made[12:]) == {1}
-
-
-def test_what_a_round_has_not_drafted_is_not_accepted(model, monkeypatch):
-    """Behind the one draft of each round stands what dense will choose."""
-    with attnplug.applied(model, "dense"):
-        _, text = call(model, new=60)
-    monkeypatch.setattr(pace.Pace, "next", lambda self: 1)
-    judge = rounds.Rounds._verify
-
-    def fill(self, drafts, options):
-        more = text[0, self.lengths[0] + drafts :][: self.most - drafts]
-        self.feed.tokens[0, drafts + 1 : drafts + 1 + len(more)] = more
-        judge(self, drafts, options)
-
-    monkeypatch.setattr(rounds.Rounds, "_verify", fill)
-    assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto")) == [1] * 30
-
-
-@pytest.mark.parametrize("p", [0.05, 0.5, 0.8, 0.95, 0.999])
-def test_the_next_round_has_most_tokens_for_its_time(p):
-    made = pace.Pace(8, accepted=10 * p, judged=10)
-    draws = torch.rand((200_000, 8), generator=torch.Generator().manual_seed(3)) < p
-    tokens = [1 + draws[:, :n].int().cumprod(1).sum(1).float().mean() for n in range(1, 9)]
-    rates = [float(x) / (n + pace.VERIFICATION) for n, x in enumerate(tokens, 1)]
-    assert rates[made.next() - 1] > 0.995 * max(rates)
-
-
-def test_a_pace_forgets():
-    made = pace.Pace(8)
-    for _ in range(20):
-        made.note(0, 8)
-    assert made.next() == 1
-    for _ in range(8):
-        made.note(8, 8)
-    assert made.next() == 8
 
 
 def test_its_text_is_read_back():

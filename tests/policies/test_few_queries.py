@@ -1,35 +1,72 @@
-"""A few queries at once over a long cache: each reads what any of them has picked."""
+"""A few queries at once over a long cache: each is what a step of its own would be."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
 from gather_policy_cases import BAND, EXACT, GATHER, SIZE, tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from step_cases import HEADS, filled, random, step
 from test_gather import expected, hold
 from test_gvr import GVR
 from test_gvr import expected as expected_of_gvr
 from test_gvr import hold as hold_gvr
+from test_sketch import SIZE as SKETCH_SIZE
+from test_sketch import SKETCH
+from test_sketch import filled as filled_sketch
+from test_sketch import tokens as tokens_of_sketch
 
 import attnplug
-from attnplug import Dense, Gather, Gvr
+from attnplug import Dense, Gather, Gvr, Sketch
 from attnplug.policies import _few_queries
+from attnplug.policies import gvr as gvr_policy
 from attnplug.testing import tiny_model
+
+POLICIES = [GATHER, GVR, SKETCH]
+LENGTHS = {"gather": (167, SIZE), "gvr": (167, SIZE), "sketch": (1288, SKETCH_SIZE)}  # and rooms
 
 COVERING = "gather(k=64, block=16, sink=1, local=1, min_tokens=0)"
 SMALL = "gather(k=1, block=16, sink=1, local=1, min_tokens=0)"
-GVR_COVERING, GVR_SMALL = (
-    "gvr(k=256, sink=1, window=2, min_tokens=0)",
-    ("gvr(k=4, sink=1, window=2, min_tokens=0)"),
-)
+GVR_COVERING = "gvr(k=256, sink=1, window=2, min_tokens=0)"
+GVR_SMALL = "gvr(k=4, sink=1, window=2, min_tokens=0)"
+SKETCHED = "sketch(k=8, min_tokens=0)"  # the fixed part of small caches is all that they hold
+
+
+def filled_layer(policy, length, batch=1, device="cpu", mask=None):
+    """The policy's cache layer behind a prompt of so many tokens."""
+    if isinstance(policy, Sketch):
+        return filled_sketch(policy, tokens_of_sketch(0, length, batch, device), mask)
+    return filled(policy, tokens(0, length, batch, device))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("queries", [2, 16])
+@pytest.mark.parametrize("capped", [False, True], ids=["", "capped"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_each_query_is_a_step_of_its_own(policy, queries, capped, padded, device):
+    """Over the tokens up to it, some of them in another block than the first's; of rows of a batch
+    that begin elsewhere."""
+    length, size = LENGTHS[policy.name]
+    mask = None
+    if padded:
+        mask = torch.ones((3, size), dtype=torch.bool, device=device)
+        mask[1, :37] = mask[2, : length // 2] = mask[0, 80:96] = mask[0, 101] = False
+    options = {"softcap": 3.0, "sinks": random(5, HEADS).to(device)} if capped else {}
+    layer = filled_layer(policy, length, 3, device, mask)
+    call = step(layer, mask=mask, queries=queries, **options)
+    assert policy.serves_few(call)
+    found = policy.attend(call)
+    assert (found - Dense().attend(call)).abs().max() > 1e-3
+    for t in range(queries):
+        lengths = call.lengths - (queries - 1 - t)
+        alone = dataclasses.replace(call, q=call.q[:, :, t : t + 1], lengths=lengths, start=None)
+        assert (policy.attend(alone) - found[:, :, t : t + 1]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("queries", [2, 5, 16])
 @pytest.mark.parametrize("length", [20, 49, 64, 130, 131, 145, 200])
 @pytest.mark.parametrize("policy", [GATHER, EXACT, BAND], ids=["int8", "exact", "band"])
-def test_queries_attend_to_what_any_has_picked(policy, length, queries, device):
+def test_queries_attend_to_what_they_pick(policy, length, queries, device):
     layer = filled(policy, tokens(0, length, batch=2, device=device))
     call = step(layer, queries=queries)
     assert policy.serves_few(call)
@@ -37,20 +74,11 @@ def test_queries_attend_to_what_any_has_picked(policy, length, queries, device):
     hold(policy, step(layer, queries=queries, softcap=3.0, sinks=random(5, HEADS).to(device)))
 
 
-@settings(max_examples=15)
-@given(length=st.integers(60, SIZE), queries=st.integers(2, 16), local=st.integers(1, 3),
-       seed=st.integers(0, 99))  # fmt: skip
-def test_the_first_local_block_of_the_first_query_counts_once(length, queries, local, seed):
-    """Later queries, which are in the next block, may pick it."""
-    policy = dataclasses.replace(GATHER, k=3, sink=0, local=local)
-    hold(policy, step(filled(policy, tokens(seed, length)), seed, queries=queries))
-
-
 @pytest.mark.parametrize("queries", [2, 5, 16])
 @pytest.mark.parametrize("length", [20, 24, 45, 49, 130, 200])
 @pytest.mark.parametrize("window", [1, 20])
-def test_gvrs_queries_attend_to_what_any_has_picked(length, queries, window, device):
-    """Fewer tokens than picks, too. Later queries may pick in the window of the first."""
+def test_gvrs_queries_attend_to_what_they_pick(length, queries, window, device):
+    """Fewer tokens than picks, too."""
     policy = dataclasses.replace(GVR, window=window)
     layer = filled(policy, tokens(0, length, batch=2, device=device))
     call = step(layer, queries=queries)
@@ -111,30 +139,51 @@ def test_traced_reads_are_the_blocks(device):
     reads = policy.reads(call)
     assert reads is not None and reads.index.shape[:3] == (1, HEADS, 1)
     rows = reads.index[0, :, 0].tolist()
-    picks = policy._picks(call, call.state, policy._options(call) | {"lengths": call.lengths})
+    picks = policy._select(call, call.state, policy._options(call) | {"lengths": call.lengths})
     for head, row in enumerate(rows):
         listed = [j for j in row if j >= 0]
         assert len(listed) == len(set(listed))
-        assert set(listed) == {0, 6, 7, 8} | set(picks[0, head // 2, 0].tolist()) - {-1}
+        assert set(listed) == {0, 6, 7, 8} | set(picks[0, head // 2].flatten().tolist()) - {-1}
 
 
-@pytest.mark.parametrize("policy", [GATHER, GVR], ids=["gather", "gvr"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_which_calls_are_few(policy, device, monkeypatch):
-    call = step(filled(policy, tokens(0, 190, device=device)), queries=4)
+    length, size = LENGTHS[policy.name]
+    call = step(filled_layer(policy, length, device=device), queries=4)
     assert policy.serves_few(call)
     one = dataclasses.replace(call, q=call.q[:, :, :1])
     many = dataclasses.replace(call, q=call.q[:, :, :1].expand(-1, -1, 17, -1))
     assert not policy.serves_few(one) and not policy.serves_few(many)
     assert not policy.serves_few(dataclasses.replace(call, lengths=None))
     assert not policy.serves_few(dataclasses.replace(call, state=None))
-    assert not dataclasses.replace(policy, k=1, **OTHER[policy.name]).serves_few(call)
-    for least, serves in ((SIZE // 4, True), (SIZE // 4 + 1, False)):
+    assert not dataclasses.replace(policy, **OTHER[policy.name]).serves_few(call)
+    for least, serves in ((size // 4, True), (size // 4 + 1, False)):
         assert dataclasses.replace(policy, min_tokens=least).serves_few(call) is serves
-    monkeypatch.setattr(_few_queries, "MOST_NUMBERS", 4 * 2 * 64 - 1)
-    assert not policy.serves_few(call)
 
 
-OTHER = {"gather": {"block": 32}, "gvr": {}}  # than the layer was made for
+OTHER = {"gather": {"block": 32}, "gvr": {"k": 1}, "sketch": {"bytes": 16}}  # than the layer's
+
+
+def test_gvrs_programs_hold_so_many_queries(device, monkeypatch):
+    call = step(filled_layer(GVR, 167, device=device), queries=4)
+    monkeypatch.setattr(gvr_policy, "MOST_NUMBERS", 4 * 2 * 64)
+    assert GVR.serves_few(call)
+    monkeypatch.setattr(gvr_policy, "MOST_NUMBERS", 4 * 2 * 64 - 1)
+    assert not GVR.serves_few(call)
+
+
+def test_measured_rows_decide_where_nothing_is_asked(monkeypatch):
+    """By the number of queries, on a GPU; without a row dense serves them."""
+    default = dataclasses.replace(GATHER, min_tokens=None)
+    call = step(filled_layer(GATHER, 167), queries=4)
+    assert not _few_queries.asks_for_few(default, call)
+    on_gpu = types.SimpleNamespace(shape=call.q.shape, is_cuda=True, device=call.q.device)
+    there = dataclasses.replace(call, q=on_gpu)
+    assert not _few_queries.asks_for_few(default, there)
+    for rows, serves in (({4: SIZE}, True), ({4: SIZE + 1}, False), ({2: 1}, False)):
+        monkeypatch.setitem(_few_queries.MEASURED, "gather", rows)
+        assert _few_queries.asks_for_few(default, there) is serves
+        assert not _few_queries.asks_for_few(default, call)
 
 
 @pytest.fixture
@@ -147,9 +196,9 @@ def ids_of(tokens=150, rows=1, seed=1):
 
 
 @torch.no_grad()
-def logits_of(model, ids, pieces, mask=None):
+def logits_of(model, ids, pieces, mask=None, room=256):
     """The logits of all pieces but the first, fed one after the other."""
-    cache, end, out = attnplug.make_cache(model, 256), 0, []
+    cache, end, out = attnplug.make_cache(model, room), 0, []
     for piece in pieces:
         begin, end = end, end + piece
         options = {} if mask is None else {"attention_mask": mask[:, :end].to(model.device)}
@@ -181,22 +230,36 @@ def test_a_models_logits(model, padded, covering, small):
     ids=["gather", "gvr"],
 )
 @pytest.mark.parametrize("pieces", [[150, 8], [150, 1, 1, 16]])
-def test_a_models_layers_give_what_the_union_gives(
-    model, pieces, policy, method, oracle, monkeypatch
-):
-    """Each layer's output is the fp64 union's over the layer's own queries."""
-    seen, attend = [], method._attend_few
+def test_a_models_layers_attend_as_the_policy(model, pieces, policy, method, oracle, monkeypatch):
+    """Each layer's output is the fp64 one over what the layer's own queries pick."""
+    seen, attend = [], method.attend
 
-    def held(self, call, *others):
-        out = attend(self, call, *others)
-        seen.append(call.q.shape[2])
-        assert (out.cpu() - oracle(call, self)).abs().max() < 1e-4
+    def held(self, call):
+        out = attend(self, call)
+        if call.q.shape[2] > 1:
+            seen.append(call.q.shape[2])
+            assert (out.cpu() - oracle(call, self)).abs().max() < 1e-4
         return out
 
-    monkeypatch.setattr(method, "_attend_few", held)
+    monkeypatch.setattr(method, "attend", held)
     with attnplug.applied(model, policy):
         logits_of(model, ids_of(sum(pieces)), pieces)
     assert seen == [pieces[-1]] * 2
+
+
+@pytest.mark.parametrize("policy", [SMALL, GVR_SMALL, SKETCHED])
+def test_a_models_few_tokens_are_its_steps(model, policy):
+    """The logits of tokens that come together are those of tokens one after the other, with
+    steps behind them too."""
+    ids, first = ids_of(1100, rows=2), 1050
+    with attnplug.applied(model, policy):
+        found = logits_of(model, ids, [first, 9, 1, 16, 24 - 8, 8], room=1200)
+        wanted = logits_of(model, ids, [first, *[1] * 50], room=1200)
+        assert {each.decode for each in attnplug.report(model).last} == {policy.split("(")[0]}
+    assert (found - wanted).abs().max() < 1e-3
+    with attnplug.applied(model, "dense"):
+        dense = logits_of(model, ids, [first, *[1] * 50], room=1200)
+    assert (found - dense).abs().max() > 1e-2
 
 
 def test_speculative_decoding_is_served(model):
@@ -214,14 +277,20 @@ def test_speculative_decoding_is_served(model):
 
 
 def test_the_end_of_a_prompt_is_the_prefills(model, monkeypatch):
-    monkeypatch.setattr(Gather, "_attend_few", None)  # whoever calls it fails
+    attend = Gather.attend
+
+    def steps_alone(self, call):
+        assert call.q.shape[2] == 1
+        return attend(self, call)
+
+    monkeypatch.setattr(Gather, "attend", steps_alone)
     options = dict(max_new_tokens=4, do_sample=False, prefill_chunk_size=128)
     ids = ids_of(136).to(model.device)
     with attnplug.applied(model, SMALL):
         model.generate(ids, **options)
 
 
-@pytest.mark.parametrize("policy", [SMALL, GVR_SMALL])
+@pytest.mark.parametrize("policy", [SMALL, GVR_SMALL, SKETCHED])
 def test_it_compiles_whole(model, policy):
     ids = ids_of(170)
     with attnplug.applied(model, policy), torch.no_grad():

@@ -43,11 +43,11 @@ def ranked(query: torch.Tensor, words: dict[int, torch.Tensor]) -> list[int]:
 def kept_blocks(
     call: AttentionCall, policy: Gather, b: int, h: int, visible: torch.Tensor
 ) -> list[list[int]]:
-    """The blocks that each query reads: its own first and last, and those that any has picked."""
+    """The blocks that each query reads: its first and last, and those that it picks."""
     assert isinstance(call.state, GatherLayer)
     length, queries, group = int(call.lengths), call.q.shape[2], HEADS // KV_HEADS
     start, said = int(visible.int().argmax()), bounds_of(call.state)
-    near, picked = [], set()
+    kept = []
     for t in range(queries):
         own = (length - queries + t - start) // policy.block
         words = {}
@@ -58,9 +58,9 @@ def kept_blocks(
                 words[j] = said[b, h, j]
                 assert_right(words[j], keys, call.state.form)
         query = call.q[b, h * group : h * group + group, t].double().cpu()
-        picked.update(ranked(query, words)[: policy.k])
-        near.append([*range(policy.sink), *range(max(own - policy.local + 1, 0), own + 1)])
-    return [[*blocks, *picked] for blocks in near]
+        near = [*range(policy.sink), *range(max(own - policy.local + 1, 0), own + 1)]
+        kept.append([*near, *ranked(query, words)[: policy.k]])
+    return kept
 
 
 def expected(call: AttentionCall, policy: Gather) -> torch.Tensor:

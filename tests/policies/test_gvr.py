@@ -29,8 +29,7 @@ def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.
 
 
 def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
-    """fp64 attention over the keep sets that the rounded keys tell: of each query its own first and
-    last tokens, and what any query has picked."""
+    """fp64 attention over the keep sets that the rounded keys tell each query."""
     length, queries = int(call.lengths), call.q.shape[2]
     group, out = HEADS // KV_HEADS, torch.empty(call.q.shape, dtype=torch.float64)
     codes, steps = (x.cpu() for x in quantize_keys(call.k))
@@ -42,16 +41,13 @@ def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
         if call.key_mask is not None:
             real = call.key_mask[b].cpu()
         start = int((real & (at < length)).int().argmax())
-        near, picked = [], torch.zeros_like(real)
         for t in range(queries):
             visible = real & (at < length - queries + 1 + t)
             last = at >= length - queries + 1 + t - policy.window
-            near.append(visible & ((at < start + policy.sink) | last))
+            kept = visible & ((at < start + policy.sink) | last)
             score = (call.q[b, heads, t].double().cpu() @ keys[b, h].T).amax(0)
-            score = torch.where(visible & ~near[t], score, -torch.inf)
-            best = score.topk(policy.k)
-            picked[best.indices[best.values > -torch.inf]] = True
-        for t in range(queries):
+            best = torch.where(visible & ~kept, score, -torch.inf).topk(policy.k)
+            kept[best.indices[best.values > -torch.inf]] = True
             out[b : b + 1, heads, t : t + 1], _ = oracle_attention(
                 call.q[b : b + 1, heads, t : t + 1].cpu(),
                 call.k[b : b + 1, h : h + 1].cpu(),
@@ -60,7 +56,7 @@ def expected(call: AttentionCall, policy: Gvr) -> torch.Tensor:
                 softcap=call.softcap,
                 sinks=None if call.sinks is None else call.sinks.cpu()[heads],
                 lengths=call.lengths.cpu() - queries + 1 + t,
-                key_mask=(near[t] | (picked & real))[None],
+                key_mask=kept[None],
             )
     return out
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -26,7 +27,12 @@ from typer.testing import CliRunner
 import attnplug
 from attnplug.cli import app
 from attnplug.serve import hugging_face
-from attnplug.serve.hugging_face.requests import input_problem, messages_problem, problem_of
+from attnplug.serve.hugging_face.requests import (
+    input_problem,
+    length_problem,
+    messages_problem,
+    problem_of,
+)
 
 NEEDED = pytest.mark.skipif(not is_serve_available(), reason="pip install 'attnplug[serve]'")
 TEMPLATE = (
@@ -83,11 +89,37 @@ def test_missing_packages_are_named():
         (dict(stop=[""]), "stop is"),
         (dict(logit_bias={"a": 1}), "logit_bias is"),
         (dict(generation_config="{"), "generation_config is"),
+        (dict(generation_config='{"max_new_tokens": -1}'), "generation_config: `max_new_tokens`"),
+        (
+            dict(generation_config='{"compile_config": {"backend": 3, "x": 1}}'),
+            "generation_config:",
+        ),
         (dict(frequency_penalty=-1), "frequency_penalty is -1"),
+        (dict(logit_bias={"\u00b2": 1}), "logit_bias is"),
+        (dict(seed=2**64), "seed is 18446744073709551616, needs an integer of 64 bits"),
+        (dict(seed=-(2**63) - 1), "seed is -9223372036854775809, needs"),
+        (dict(stop="\ud800"), "the request has a lone surrogate"),
+        (dict(messages=[dict(role="user", content="\ud800")]), "the request has a lone surrogate"),
     ],
 )
 def test_what_is_not_served_is_told(body, told):
     assert problem_of(body).startswith(told)
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{}], [dict(function={})], [dict(function=3)]])
+def test_calls_of_tools_without_a_name_are_told(calls):
+    message = dict(role="assistant", tool_calls=calls)
+    assert messages_problem(dict(messages=[message])).startswith("messages[0].tool_calls needs")
+    message["tool_calls"] = [dict(function=dict(name="add", arguments="{}"))]
+    assert not messages_problem(dict(messages=[message]))
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_more_tokens_than_a_model_reads_are_told(name):
+    """A client that goes away would leave a row in the batch that never ends."""
+    assert length_problem({name: 1025}, 1024).startswith(f"{name} is 1025, and the model reads 1,0")
+    assert length_problem({name: 10**30}, None) and not length_problem({name: None}, 1024)
+    assert not length_problem({name: 1024}, 1024) and not length_problem({name: 1025}, None)
 
 
 def test_what_changes_nothing_is_served():
@@ -147,10 +179,11 @@ class Server:
             time.sleep(0.3)
         raise AssertionError(self.log.read_text())
 
-    def ask(self, path: str, **body) -> tuple[int, str]:
+    def ask(self, path: str, name: str = "", **body) -> tuple[int, str]:
         data = json.dumps(body).encode() if body else None
         where = f"http://localhost:{self.port}{path}"
-        request = urllib.request.Request(where, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"X-Request-ID": name} if name else {})
+        request = urllib.request.Request(where, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=400) as answer:
                 return answer.status, answer.read().decode()
@@ -209,6 +242,10 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         bad = [
             dict(messages=[]), dict(messages="Hello"), dict(messages=[dict(content="Hello")]),
             dict(temperature=-3), dict(n=2), dict(messages=[dict(role="robot", content="Hi")]),
+            dict(max_tokens=10**9), dict(seed=2**64), dict(stop="\ud800"), dict(stop="x"),
+            dict(logit_bias={"70": 100}), dict(frequency_penalty=1), dict(tools=[1]),
+            dict(chat_template_kwargs=5), dict(max_tokens=6000), dict(max_tokens=6000, stream=True),
+            dict(messages=[dict(role="user", content="x" * 6000)]),
         ]  # fmt: skip
         for body in bad:
             status, answer = server.chat("tiny", **body)
@@ -216,6 +253,10 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         assert server.ask("/v1/completions", model="tiny", prompt="")[0] == 400
         assert server.ask("/v1/responses", model="tiny", input=[])[0] == 400
         assert server.ask("/load_model", model="gpt2")[0] == 404
+
+        with concurrent.futures.ThreadPoolExecutor() as clients:
+            begun = [clients.submit(server.chat, "tiny", name="same") for _ in range(3)]
+            assert [each.result()[0] for each in begun] == [200] * 3
 
         before = server.ask("/metrics")[1]
         long = dict(messages=[dict(role="user", content="x" * 99)], max_tokens=9)
@@ -235,12 +276,37 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
         assert more(calls, phase="decode", served_by="gather") == 16  # 8 steps of 2 layers
         assert more(calls, phase="decode", served_by="dense") == 0
         assert more(calls, phase="prefill", served_by="dense") == 2
-        assert counted(before, calls, phase="decode", served_by="dense") == 20  # of 6 tokens each
+        assert counted(before, calls, phase="decode", served_by="dense") == 50  # of 6 tokens each
         assert more("attnplug_time_to_first_token_seconds_count") == 1
         assert more("attnplug_requests_total", status="200") == 1
         assert counted(before, "attnplug_requests_total", status="400") == len(bad) + 2
         server.end(signal.SIGINT)
         assert server.process.returncode == 0
+
+
+@NEEDED
+def test_a_worker_that_failed_is_followed_by_another(monkeypatch):
+    """Stock's answers all later requests by 503."""
+    from transformers.cli.serving.utils import CBGenerateManager
+
+    from attnplug.serve.hugging_face.batches import Batches
+
+    class Worker:
+        def __init__(self, fatal_error):
+            self.background_thread_status = types.SimpleNamespace(fatal_error=fatal_error)
+            self.batch_processor, self.stopped = object(), False
+
+        def stop(self, block, timeout):
+            self.stopped = True
+
+    failed, fresh = Worker("no pages"), Worker(None)
+    monkeypatch.setattr(CBGenerateManager, "init_cb", lambda self, *_: setattr(self, "_cb", fresh))
+    batches = Batches()
+    batches._cb = failed
+    batches.init_cb(None, None)
+    assert batches._cb is fresh and failed.stopped
+    batches.init_cb(None, None)
+    assert batches._cb is fresh and not fresh.stopped
 
 
 @NEEDED
@@ -261,6 +327,19 @@ def test_a_signal_ends_it_with_requests_in_flight(tmp_path, checkpoint, how, bat
             seconds = server.end(how)
         assert server.process.returncode == 0 and seconds < ENDS_WITHIN
         assert threading.active_count() < 20
+
+
+@NEEDED
+@pytest.mark.slow
+def test_requests_alone_are_biased_and_what_a_policy_refuses_is_told(tmp_path, checkpoint):
+    """Clients give whole numbers, for which transformers raises."""
+    with served(tmp_path, str(checkpoint), "--no-continuous-batching") as server:
+        status, answer = server.chat(str(checkpoint), logit_bias={"70": 100}, max_tokens=4)
+        content = json.loads(answer)["choices"][0]["message"]["content"]
+        assert status == 200 and len(content) == 4 and len(set(content)) == 1
+        config = json.dumps(dict(output_attentions=True, return_dict_in_generate=True))
+        status, answer = server.chat(str(checkpoint), generation_config=config)
+        assert status == 400 and "output_attentions" in json.loads(answer)["error"]["message"]
 
 
 def attempt(server: Server, asked: dict) -> str:

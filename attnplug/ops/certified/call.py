@@ -19,7 +19,6 @@ from attnplug.ops.certified.scratch import SETS, Scratch
 from attnplug.ops.common.define import arguments_of
 from attnplug.ops.common.rows import mask_bytes
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
-from attnplug.ops.common.triton import tl
 from attnplug.ops.common.views import Cache, Query, Rows, cache_of, query_of, rows_of
 
 SCHEMA = (
@@ -117,9 +116,10 @@ class Memory(NamedTuple):
 
 def arithmetic_of(q: torch.Tensor, capped: bool) -> Arithmetic:
     if q.dtype == torch.float32:
-        return Arithmetic(QK=tl.float32, PV=tl.float32, PARTS=1, CAPPED=capped)
+        return Arithmetic(FLOAT32_KEYS=True, FLOAT32_VALUES=True, PARTS=1, CAPPED=capped)
     # bf16 has the range of the scales; the interpreter cannot multiply it.
-    return Arithmetic(tl.bfloat16 if q.is_cuda else tl.float32, tl.float16, 2, capped)
+    keys, parts = not q.is_cuda, 2
+    return Arithmetic(FLOAT32_KEYS=keys, FLOAT32_VALUES=False, PARTS=parts, CAPPED=capped)
 
 
 def shape_of(inputs: Inputs, block: int) -> Shape:

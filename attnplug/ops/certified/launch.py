@@ -24,11 +24,11 @@ from attnplug.ops.certified.kernels.choose import choose_blocks
 from attnplug.ops.certified.kernels.exact import attend_rest, recompute
 from attnplug.ops.certified.kernels.finish import finish, replace
 from attnplug.ops.certified.kernels.hopper import attend_blocks
-from attnplug.ops.certified.kernels.hopper_tiles import layouts
 from attnplug.ops.certified.kernels.promote import promote
 from attnplug.ops.certified.kernels.weigh import weigh_heads
 from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity_for, plan_for
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.triton import TensorDescriptor, gl
@@ -71,9 +71,9 @@ class _Step:
     def prepare(self) -> None:
         if self.preparing == 0:
             return
-        prepare.run(
+        launch_kernel(
+            prepare,
             grid=(self.preparing, self.kv_heads, self.batch),
-            warmup=False,
             q=self.inputs.q,
             tier=self.inputs.tier,
             rows=self.inputs.rows,
@@ -91,9 +91,9 @@ class _Step:
         )
 
     def rest(self) -> None:
-        attend_rest.run(
+        launch_kernel(
+            attend_rest,
             grid=(self.kv_heads, self.batch),
-            warmup=False,
             **self.originals,
             progress=self.inputs.tier.progress,
             metadata_faults=self.memory.metadata_faults,
@@ -132,9 +132,9 @@ class _Step:
         if self.plan.step > 0:
             self._attend_on_hopper(grid, shared)
             return
-        attend.run(
+        launch_kernel(
+            attend,
             grid=grid,
-            warmup=False,
             tier=self.inputs.tier,
             STAGES=self.plan.stages,
             MATH=self.math,
@@ -144,9 +144,9 @@ class _Step:
 
     def _attend_on_hopper(self, grid: tuple[int, ...], shared: dict[str, Any]) -> None:
         tier, plan = self.inputs.tier, self.plan
-        attend_blocks.run(
+        launch_kernel(
+            attend_blocks,
             grid=grid,
-            warmup=False,
             k_codes=self._lines(tier.k_codes, 1, 128),
             k_meta=tier.k_meta.view(torch.int32),
             v_codes=self._lines(tier.v_codes, 2, 128),
@@ -155,7 +155,6 @@ class _Step:
             check=tier.check,
             progress=tier.progress,
             STEP=plan.step,
-            LAYOUTS=layouts(plan.step),
             RING=plan.ring,
             CAPPED=self.math.CAPPED,
             num_warps=1,
@@ -173,9 +172,9 @@ class _Step:
         if tolerance == INF:
             return
         every = max(16, next_power_of_two(self.blocks))
-        weigh_heads.run(
+        launch_kernel(
+            weigh_heads,
             grid=(self.heads, self.batch),
-            warmup=False,
             q=self.inputs.q,
             tier=self.inputs.tier,
             rows=self.inputs.rows,
@@ -216,9 +215,9 @@ class _Step:
         # Behind the pass it is not launched early: that made the whole step slower
         # (docs/log/certified.md).
         early = self.early if search.NEEDS else {}
-        choose_blocks.run(
+        launch_kernel(
+            choose_blocks,
             grid=(self.kv_heads, programs, self.batch),
-            warmup=False,
             **self._promotion(ranking),
             splits=self.memory.splits,
             merged=self.memory.merged,
@@ -238,9 +237,9 @@ class _Step:
         if self.programs.READERS > 0:
             return
         warps, registers = PROMOTING
-        promote.run(
+        launch_kernel(
+            promote,
             grid=(self.plan.list_readers, self.kv_heads, self.batch),
-            warmup=False,
             **self._promotion(ranking),
             PIECES=self.plan.list_readers,
             num_warps=warps,
@@ -273,9 +272,9 @@ class _Step:
     def finish(self, found, tolerance, ranking, capacity) -> None:
         memory, telemetry = self.memory, self.inputs.telemetry
         readers = self.programs.READERS
-        finish.run(
+        launch_kernel(
+            finish,
             grid=(self.heads, self.batch),
-            warmup=False,
             found=found,
             telemetry=telemetry,
             sinks=self.inputs.sinks,
@@ -306,9 +305,9 @@ class _Step:
 
     def recompute(self, rungs: torch.Tensor) -> None:
         telemetry = self.inputs.telemetry
-        recompute.run(
+        launch_kernel(
+            recompute,
             grid=(self.plan.pieces, self.kv_heads, self.batch),
-            warmup=False,
             **self.originals,
             rungs=rungs,
             telemetry=telemetry,
@@ -326,9 +325,9 @@ class _Step:
         )
 
     def replace(self, found) -> None:
-        replace.run(
+        launch_kernel(
+            replace,
             grid=(self.heads, self.batch),
-            warmup=False,
             found=found,
             sinks=self.inputs.sinks,
             rows=self.inputs.rows,

@@ -13,6 +13,7 @@ import torch
 
 from attnplug.errors import ArgumentError, CardError, GradientError
 from attnplug.ops.common.first_call import announced
+from attnplug.ops.common.launches import repeated
 from attnplug.ops.common.no_triton import refuse
 from attnplug.ops.common.threads import with_threads
 from attnplug.ops.common.triton import INSTALLED, OutOfResources
@@ -30,6 +31,7 @@ def define_op(
     allocate: Callable[..., Any],
     cpu: Callable[..., None],
     cuda: Callable[..., None],
+    repeats: bool = False,
 ) -> torch._ops.OpOverload:
     """Register one op and return its overload.
 
@@ -37,13 +39,14 @@ def define_op(
     equal their default). `allocate(*args)` checks the arguments and returns the empty outputs, a
     tensor, a tuple of tensors, or None for an op that only mutates; traced, it is the fake, and it
     is the first step of every real call. `cpu(*args, *outputs)` and `cuda(*args, *outputs)` fill
-    the outputs.
+    the outputs. `repeats`: a decode step's op, whose calls on a GPU follow from the form of their
+    arguments alone and may be made again without either (`attnplug.ops.common.launches`).
     """
     name = schema.partition("(")[0]
     launch = announced(cuda, name, "Triton") if INSTALLED else refuse
     kernels = {
         "CPU": _run(allocate, announced(with_threads(cpu), name, "numba")),
-        "CUDA": _run_on_device(name, allocate, launch),
+        "CUDA": _run_on_device(name, _run(allocate, launch), repeats),
     }
     return _register(schema, allocate, kernels)
 
@@ -93,10 +96,9 @@ def _run(allocate: Callable[..., Any], fill: Callable[..., None]) -> Callable[..
     return run
 
 
-def _run_on_device(
-    name: str, allocate: Callable[..., Any], fill: Callable[..., None]
-) -> Callable[..., Any]:
-    run = _run(allocate, fill)
+def _run_on_device(name: str, run: Callable[..., Any], repeats: bool) -> Callable[..., Any]:
+    if repeats:
+        run = repeated(run)
 
     def run_on_device(*args: Any) -> Any:
         # Triton launches on the current device, which need not be the tensors' one.

@@ -10,6 +10,7 @@ rule is `attnplug.policies.crossover.RowCrossover`, which says why.
 import torch
 
 from attnplug.ops.common.define import define_op, require
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.sizes import next_power_of_two
 from attnplug.ops.common.triton import tl, triton
 
@@ -84,9 +85,9 @@ def launch_divide_rows(lengths, near, far, chosen, row, alone, steps):
     count = len(lengths)
     if count == 0:
         return
-    _divide.run(
+    launch_kernel(
+        _divide,
         grid=(1,),
-        warmup=False,
         lengths=lengths,
         near=near,
         far=far,

@@ -47,8 +47,17 @@ def mask_bytes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @triton.jit
+def row_of(b, STEPS: tl.constexpr):
+    """The row of the batch that b belongs to: the queries of a row follow each other."""
+    if STEPS.QUERIES > 1:
+        b = b // STEPS.QUERIES
+    return b
+
+
+@triton.jit
 def row_span(rows, b, STEPS: tl.constexpr, NEW: tl.constexpr = 0, BYPASS_L1: tl.constexpr = 1):
-    """(length, first real key) of row b, int32. NEW tokens are not counted in `rows.lengths` yet; a
+    """(length, first real key) of row b, int32; of one of its QUERIES the tokens up to its own, as
+    if those behind it had not come. NEW tokens are not counted in `rows.lengths` yet; a
     length of S + NEW then says that the cache is full, and one of 0 where NEW is 1 that the length
     is negative. Whatever `rows.lengths` holds, int64 too, the length is 0 to S + NEW.
 
@@ -56,13 +65,16 @@ def row_span(rows, b, STEPS: tl.constexpr, NEW: tl.constexpr = 0, BYPASS_L1: tl.
     older. A kernel that starts only when the ones in front of it have ended may clear it.
     """
     length = rows.S
+    row = row_of(b, STEPS)
     if rows.lengths is not None:
-        length = _load_number(rows.lengths + b * STEPS.LENGTH, BYPASS_L1)
+        length = _load_number(rows.lengths + row * STEPS.LENGTH, BYPASS_L1)
         # Before int64 becomes int32: a length past 2^31 would wrap around to a place in the cache.
         length = tl.maximum(tl.minimum(length, rows.S), -NEW).to(tl.int32) + NEW
+    if STEPS.QUERIES > 1:
+        length = tl.maximum(length - (STEPS.QUERIES - 1) + b % STEPS.QUERIES, 0).to(tl.int32)
     low = 0
     if rows.start is not None:
-        low = _load_number(rows.start + b * STEPS.START, BYPASS_L1)
+        low = _load_number(rows.start + row * STEPS.START, BYPASS_L1)
         low = tl.maximum(tl.minimum(low, rows.S), 0).to(tl.int32)
     return length, low
 

@@ -12,6 +12,7 @@ import torch
 
 from attnplug.ops.common.constants import Constant
 from attnplug.ops.common.device import early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LN2, LOG2E
 from attnplug.ops.common.triton import gdc_wait, tl, triton
@@ -83,9 +84,9 @@ def launch_merge(
     `more` are arguments of `merge_splits`."""
     batch, heads, queries, width = output.out.shape
     pdl, dependent = early(output.out.device) if chained else (False, {})
-    merge_splits.run(
+    launch_kernel(
+        merge_splits,
         grid=(batch * heads * queries, cdiv(width, columns)),
-        warmup=False,
         output=output,
         heads=heads,
         T=queries,

@@ -20,6 +20,7 @@ INSTALLED = _installed()
 if TYPE_CHECKING or INSTALLED:
     import triton
     import triton.language as tl
+    from triton import knobs
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language import _core as gluon_core
@@ -33,6 +34,7 @@ if TYPE_CHECKING or INSTALLED:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.runtime import driver
     from triton.runtime.errors import OutOfResources
 else:
     from attnplug.ops.common.no_triton import ABSENT, language, triton
@@ -40,7 +42,7 @@ else:
     tl = gl = language
     gluon = gluon_core = mma_v2 = fence_async_shared = mbarrier = tma = ABSENT
     warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = ABSENT
-    gdc_launch_dependents = gdc_wait = ABSENT
+    gdc_launch_dependents = gdc_wait = driver = knobs = ABSENT
 
     class OutOfResources(Exception):
         """Nothing raises it here."""
@@ -50,12 +52,14 @@ __all__ = [
     "INSTALLED",
     "OutOfResources",
     "TensorDescriptor",
+    "driver",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
     "gl",
     "gluon",
     "gluon_core",
+    "knobs",
     "mbarrier",
     "mma_v2",
     "tl",

@@ -50,10 +50,13 @@ class Rows(NamedTuple):
 
 
 class RowSteps(NamedTuple):
-    """What a row adds to the addresses of its entries in `Rows`, 0 where all share one."""
+    """What a row adds to the addresses of its entries in `Rows`, 0 where all share one. With
+    QUERIES above 1 a kernel counts the last queries of each row as rows of their own
+    (`attnplug.ops.common.rows.row_of`)."""
 
     LENGTH: int
     START: int
+    QUERIES: int = 1
 
 
 class Token(NamedTuple):
@@ -121,8 +124,10 @@ def rows_of(
     return Rows(lengths, start, key_mask, None if key_mask is None else key_mask.stride(0), size)
 
 
-def steps_of(lengths: torch.Tensor | None, start: torch.Tensor | None = None) -> RowSteps:
-    return RowSteps(row_step(lengths), row_step(start))
+def steps_of(
+    lengths: torch.Tensor | None, start: torch.Tensor | None = None, queries: int = 1
+) -> RowSteps:
+    return RowSteps(row_step(lengths), row_step(start), queries)
 
 
 def token_of(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> Token | None:

@@ -22,6 +22,7 @@ from attnplug.ops.common.checks import (
 )
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_of, table_at, whole_rows
 from attnplug.ops.common.reference import arrays, reference_rows, sinks_on_cpu
@@ -316,9 +317,9 @@ def launch_dense_decode(
     output = Output(pieces_of(out, plan.splits), out, lse, sinks)
     factor, cap = base_two(scale, softcap)
     blocks = cdiv(heads // kv_heads * queries, plan.rows)
-    _attend.run(
+    launch_kernel(
+        _attend,
         grid=(plan.splits * blocks, kv_heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v, table),
         rows=rows_of(size, lengths, start, key_mask),
@@ -345,6 +346,7 @@ _dense_decode = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_dense_decode,
+    repeats=True,
 )
 
 
@@ -355,4 +357,5 @@ _dense_decode_paged = define_op(
     allocate=table_at(3, _allocate),
     cpu=table_at(3, _cpu),
     cuda=table_at(3, launch_dense_decode),
+    repeats=True,
 )

@@ -41,6 +41,7 @@ from attnplug.ops.common.checks import (
     check_sequence_inputs,
 )
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
@@ -359,9 +360,9 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, ba
         "progress": progress,
         "STEPS": steps_of(lengths, start),
     }
-    kernels.refresh.run(
+    launch_kernel(
+        kernels.refresh,
         grid=(programs, heads, batch),
-        warmup=False,
         cache=cache_of(k, None),
         bounds=bounds,
         N=blocks,
@@ -369,7 +370,7 @@ def launch_block_bounds(k, bounds, progress, lengths, start, key_mask, block, ba
         FORM=kernels.Form.of(bounds, block, band),
         **{"num_warps": 4, **both},
     )
-    kernels.note_refreshed.run(grid=(batch,), warmup=False, BLOCK=block, **{"num_warps": 1, **both})
+    launch_kernel(kernels.note_refreshed, grid=(batch,), BLOCK=block, **{"num_warps": 1, **both})
 
 
 _block_bounds = define_op(

@@ -19,6 +19,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import BLOCKS, DTYPES, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import Card, card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
@@ -167,9 +168,9 @@ def launch_block_maxima(q, keys, positions, block, out, plan=None):
         shape = batch, heads * queries, keys.shape[1], block, width, q.element_size()
         plan = plan_for(*shape, card(q.device))
     pdl, dependent = early(q.device)
-    best_of_blocks.run(
+    launch_kernel(
+        best_of_blocks,
         grid=(plan.programs, cdiv(heads * queries, plan.rows), batch),
-        warmup=False,
         q=q,
         keys=keys,
         positions=positions,

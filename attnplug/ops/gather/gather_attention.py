@@ -30,6 +30,7 @@ from attnplug.ops.common.checks import (
 )
 from attnplug.ops.common.define import define_op, refuse_gradients
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
@@ -277,9 +278,9 @@ def launch_gather_attention(
         AHEAD=ahead,
         ONE=plan.splits * plan.tile == keep.keys,
     )
-    attend_kept.run(
+    launch_kernel(
+        attend_kept,
         grid=(plan.splits, kv_heads * queries, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v, table),
         rows=rows_of(capacity(k, table), lengths, start, key_mask),
@@ -313,6 +314,7 @@ _gather_attention = define_op(
     allocate=allocate_attention,
     cpu=attend_on_cpu,
     cuda=launch_gather_attention,
+    repeats=True,
 )
 
 _gather_attention_paged = define_op(
@@ -322,4 +324,5 @@ _gather_attention_paged = define_op(
     allocate=table_at(4, allocate_attention),
     cpu=table_at(4, attend_on_cpu),
     cuda=table_at(4, launch_gather_attention),
+    repeats=True,
 )

@@ -260,6 +260,7 @@ _gather_decode = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_gather_decode,
+    repeats=True,
 )
 
 _gather_decode_uncounted = define_op(
@@ -267,6 +268,7 @@ _gather_decode_uncounted = define_op(
     allocate=_allocate,
     cpu=functools.partial(_cpu, count=False),
     cuda=functools.partial(launch_gather_decode, count=False),
+    repeats=True,
 )
 
 
@@ -289,4 +291,5 @@ _gather_decode_paged = define_op(
     allocate=_paged(_allocate),
     cpu=_paged(_cpu_paged),
     cuda=launch_gather_decode_paged,
+    repeats=True,
 )

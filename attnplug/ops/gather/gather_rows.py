@@ -21,6 +21,7 @@ from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.pipeline import Loop, stages_that_fit
 from attnplug.ops.common.sizes import cdiv, padded_width
@@ -209,9 +210,9 @@ def _launch_attend(
     shared = shape.DP * q.element_size(), q.element_size(), found.shared
     stages = stages_that_fit(Loop(shape.ROWS, attend.tile, stages), *shared)
     near_stages = stages_that_fit(Loop(shape.ROWS, whole.tile, whole.stages), *shared)
-    attend_rows.run(
+    launch_kernel(
+        attend_rows,
         grid=(places * k.shape[1], q.shape[0]),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, call.v, table),
         rows=rows_of(size, lengths),

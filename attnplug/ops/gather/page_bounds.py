@@ -23,6 +23,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import BLOCKS, WIDE_HEAD_DIMS, check_attention_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit
 from attnplug.ops.common.pages import block_places
 from attnplug.ops.common.sizes import cdiv
@@ -186,9 +187,9 @@ def launch_page_bounds(k, bounds, slots, block, band=False):
     count, each = len(slots), 1 if len(slots) < MANY else block
     if count == 0:
         return
-    summarise_written.run(
+    launch_kernel(
+        summarise_written,
         grid=(cdiv(count, each), heads),
-        warmup=False,
         cache=cache_of(k, None),
         bounds=bounds,
         slots=slots,

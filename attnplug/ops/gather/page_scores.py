@@ -1,6 +1,7 @@
 """The launcher that scores the blocks of a paged cache, for `select_blocks` and `gather_pieces`."""
 
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.pages import capacity
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of
@@ -40,9 +41,9 @@ def launch_page_scores(
     programs = min(cdiv(blocks, plan.chunk), programs)
     form = Form.of(bounds, block, band, framed=False)
     stages = STAGES if form.INT8 and form.DP == PIPELINED_BYTES else 1
-    score_pages.run(
+    launch_kernel(
+        score_pages,
         grid=(programs + (slots is not None), kv_heads * queries, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, None, table),
         rows=rows_of(capacity(k, table), lengths),

@@ -24,6 +24,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS, check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.pages import capacity, table_at
 from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
@@ -224,9 +225,9 @@ def launch_scores(
         how = block, sink, local, band, padded, plan
         launch_page_scores(q, k, bounds, table, lengths, slots, *how, keys, best)
     else:
-        score_blocks.run(
+        launch_kernel(
+            score_blocks,
             grid=(cdiv(blocks, plan.chunk * plan.repeat), kv_heads * queries, batch),
-            warmup=False,
             q=query_of(q),
             cache=cache_of(k, None),
             rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
@@ -264,9 +265,9 @@ def launch_choice(
     kept, wide = scores.widths(top_k, candidates_of(blocks, local))
     pdl, dependent = early(k.device)
     select, more = (select_best, {}) if top_k <= RANKED else (select_many, {"DIRECT": plan.direct})
-    select.run(
+    launch_kernel(
+        select,
         grid=(batch * kv_heads * queries,),
-        warmup=False,
         scores=scores.keys,
         best=scores.best,
         progress=progress,
@@ -305,6 +306,7 @@ _select_blocks = define_op(
     allocate=allocate_index,
     cpu=select_on_cpu,
     cuda=launch_select_blocks,
+    repeats=True,
 )
 
 _select_blocks_paged = define_op(
@@ -314,4 +316,5 @@ _select_blocks_paged = define_op(
     allocate=table_at(4, allocate_index),
     cpu=table_at(4, select_on_cpu),
     cuda=table_at(4, launch_select_blocks),
+    repeats=True,
 )

@@ -19,6 +19,7 @@ from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_tensor, check_token
 from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.reference import reference_rows, sinks_on_cpu
 from attnplug.ops.common.rows import NO_MASK, mask_bytes
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -321,9 +322,9 @@ def launch_tiered_decode(*args, plan=None):
         "PDL": pdl,
         **dependent,
     }
-    kernels.place_blocks.run(
+    launch_kernel(
+        kernels.place_blocks,
         grid=(batch * kv_heads,),
-        warmup=False,
         N=blocks,
         heads=kv_heads,
         MP=padded,
@@ -335,9 +336,9 @@ def launch_tiered_decode(*args, plan=None):
     fused = plan.splits == 1
     output = Output(None if fused else pieces_of(out, plan.splits), out, lse, call.sinks)
     factor, cap = base_two(call.scale, call.softcap)
-    kernels.attend_tiered.run(
+    launch_kernel(
+        kernels.attend_tiered,
         grid=(plan.splits, kv_heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, call.v),
         token=token,

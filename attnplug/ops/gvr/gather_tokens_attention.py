@@ -23,6 +23,7 @@ from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, page_rows, table_at
 from attnplug.ops.common.reference import arrays, reference_rows, sinks_on_cpu
@@ -238,9 +239,9 @@ def launch_gather_tokens_attention(
     output = Output(None if fused else pieces_of(out, plan.splits), out, lse, sinks)
     factor, cap = base_two(scale, softcap)
     pdl, dependent = early(q.device)
-    attend_tokens.run(
+    launch_kernel(
+        attend_tokens,
         grid=(plan.splits, kv_heads * queries, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v, table),
         rows=rows_of(capacity(k, table), lengths, start, key_mask),
@@ -270,6 +271,7 @@ _gather_tokens_attention = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_gather_tokens_attention,
+    repeats=True,
 )
 
 _gather_tokens_attention_paged = define_op(
@@ -279,4 +281,5 @@ _gather_tokens_attention_paged = define_op(
     allocate=table_at(4, _allocate),
     cpu=table_at(4, _cpu),
     cuda=table_at(4, launch_gather_tokens_attention),
+    repeats=True,
 )

@@ -25,6 +25,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_shared_cache_inputs, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import Card, card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
@@ -324,9 +325,9 @@ def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, pl
     batch, queries, heads, width = q.shape
     here = len(scores) // batch
     pdl, dependent = early(q.device)
-    score_index.run(
+    launch_kernel(
+        score_index,
         grid=(plan.programs, cdiv(here, plan.queries), batch),
-        warmup=False,
         q=q,
         weights=weights,
         keys=keys,
@@ -371,9 +372,9 @@ def _launch_pack(indices, values, lengths, key_mask, picks, queries, size, seen)
     pdl, dependent = early(picks.device)
     k = picks.shape[-1]
     padded = max(2, next_power_of_two(k))
-    pack_picks.run(
+    launch_kernel(
+        pack_picks,
         grid=(picks.numel() // k,),
-        warmup=False,
         indices=indices,
         values=values,
         tokens=rows_of(size, lengths, None, key_mask),

@@ -16,6 +16,7 @@ import torch
 
 from attnplug.ops.common.checks import check_attention_inputs, check_tensor
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.gvr.kernels.page_codes import code_written
@@ -108,9 +109,9 @@ def launch_page_codes(k, codes, scales, slots):
     count = len(slots)
     if count == 0:
         return
-    code_written.run(
+    launch_kernel(
+        code_written,
         grid=(cdiv(count, EACH), heads),
-        warmup=False,
         k=k,
         codes=codes,
         scales=scales,

@@ -22,6 +22,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels.pool import Turns, pool_blocks
@@ -187,9 +188,9 @@ def launch_pool_keys(pooled, keys, cos, sin, weight, since, until, ratio, eps, s
     if slots is not None and slots.stride(1) != 1:
         slots = slots.contiguous()
     pdl, dependent = early(pooled.device)
-    pool_blocks.run(
+    launch_kernel(
+        pool_blocks,
         grid=(plan.programs, batch),
-        warmup=False,
         pooled=pooled,
         keys=keys,
         turns=Turns(cos, sin, cos.stride(), sin.stride()),

@@ -21,6 +21,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_sequence_inputs, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pages import capacity, check_table, table_at
 from attnplug.ops.common.pipeline import BESIDE
@@ -311,9 +312,9 @@ def launch_score_tokens(
             plan = plan._replace(warps=8, tile=32 if q.element_size() == 4 else plan.tile)
         plan = fitting(plan, group, width, q.element_size(), found.shared)
     unmasked = table is None and width in (64, 128, 256) and size % plan.tile == 0
-    score.run(
+    launch_kernel(
+        score,
         grid=(plan.programs, heads, batch),
-        warmup=False,
         q=query_of(q),
         codes=codes,
         scales=steps,
@@ -346,6 +347,7 @@ _score_tokens = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_score_tokens,
+    repeats=True,
 )
 
 _score_tokens_paged = define_op(
@@ -354,4 +356,5 @@ _score_tokens_paged = define_op(
     allocate=table_at(3, _allocate),
     cpu=table_at(3, _cpu),
     cuda=table_at(3, launch_score_tokens),
+    repeats=True,
 )

@@ -30,15 +30,17 @@ def top_tokens(
     key_mask: torch.Tensor | None = None,
     stats: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The k cached tokens of each KV head with the largest scores, for one decode step.
+    """The k cached tokens of each KV head with the largest scores, for one decode step or for each
+    of a few queries.
 
     Args:
-        q: `[B,Hq,1,D]`, float32, float16 or bfloat16.
+        q: `[B,Hq,T,D]`, float32, float16 or bfloat16; the last T tokens of each row, up to 16.
         codes: int8 `[B,Hkv,S,D]`, Hkv dividing Hq, S up to 4,194,304; see `quantize_keys`.
         steps: float32 `[B,Hkv,S]`, each key's quantization scale: the value of code 1.
         k: 1 to 4096, also above S.
         sink: the first so many real tokens of each row score -inf.
-        window: the last so many tokens score -inf, the query's own included.
+        window: the last so many tokens up to a query score -inf, its own included, and those
+            behind it.
         lengths: int32 or int64 `[1]` or `[B]`, valid tokens. None: all S. Others are not read, and
             not picked.
         start: int32 or int64 `[1]` or `[B]`, first real token of a left-padded row. None: 0.
@@ -46,7 +48,7 @@ def top_tokens(
         stats: also return the path and the cost of each row, as `topk` does.
 
     Returns:
-        indices `[R,k]` int32 and values `[R,k]` float32 of the R = B * Hkv rows. Their order is
+        indices `[R,k]` int32 and values `[R,k]` float32 of the R = B * Hkv * T rows. Their order is
         unspecified, but the same in every run with the same arguments on the same device. Where
         fewer than k tokens may be seen, others of the length are picked, whose value is -inf. Where
         k exceeds a row's length, -1 and -inf at the end. With `stats` a third tensor `[R,3]` int32.
@@ -62,7 +64,8 @@ def top_tokens(
 
 def _allocate(q, codes, steps, k, sink, window, lengths, start, key_mask):
     options = sink, window, lengths, start, key_mask
-    rows, size = scoring.score_shape(NAME, q, codes, steps, *options, None)
+    shape = scoring.score_shape(NAME, q, codes, steps, *options, None, scoring.MOST_QUERIES)
+    rows, size = shape[0] * q.shape[2], shape[1]
     require(1 <= k <= ranking.MAX_K, NAME, f"k is {k}, needs 1 to {ranking.MAX_K}")
     require(
         size <= ranking.MAX_SCORES,
@@ -82,7 +85,7 @@ def _allocate(q, codes, steps, k, sink, window, lengths, start, key_mask):
 def _cpu(q, codes, steps, k, sink, window, lengths, start, key_mask, indices, values, how):
     options = {"sink": sink, "window": window, "start": start, "key_mask": key_mask}
     scores = scoring.score_tokens(q, codes, steps, lengths=lengths, **options)
-    rows = scoring.score_lengths(lengths, codes.shape[1])
+    rows = scoring.score_lengths(lengths, codes.shape[1] * q.shape[2])
     found = ranking.topk(scores, k, lengths=rows, stats=True)
     for output, result in zip((indices, values, how), found, strict=True):
         output.copy_(result)
@@ -95,12 +98,13 @@ def launch_top_tokens(
     q, codes, steps, k, sink, window, lengths, start, key_mask, indices, values, how
 ):
     """Run the kernels; tensors as in `top_tokens`, on a GPU or in Triton's interpreter."""
-    rows, size = len(q) * codes.shape[1], codes.shape[2]
+    heads = codes.shape[1] * q.shape[2]
+    rows, size = len(q) * heads, codes.shape[2]
     if rows == 0:
         return
     scores = q.new_empty((rows, size), dtype=torch.float32)
     scoring.launch_score_tokens(q, codes, steps, sink, window, lengths, start, key_mask, scores)
-    own = scoring.score_lengths(lengths, codes.shape[1])
+    own = scoring.score_lengths(lengths, heads)
     ranking.launch_topk(scores, k, None, own, False, indices, values, how)
 
 
@@ -110,4 +114,5 @@ _top_tokens = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_top_tokens,
+    repeats=True,
 )

@@ -28,6 +28,7 @@ import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
@@ -346,9 +347,9 @@ def launch_topk(scores, k, hint, lengths, sorted, indices, values, how, plan=Non
     if sorted:
         padded = max(2, next_power_of_two(k))
         warps = min(16, max(1, padded // 128))
-        select.order.run(
+        launch_kernel(
+            select.order,
             grid=(rows,),
-            warmup=False,
             indices=indices,
             values=values,
             K=k,
@@ -376,14 +377,14 @@ def _launch_short_rows(scores, k, lengths, indices, values, how, plan, pdl):
         **({"launch_pdl": True} if pdl else {}),
     }
     if plan.small == 0:
-        select.whole_row.run(
-            grid=(rows,), warmup=False, **shared, SIZE=padded, num_warps=plan.refine_warps
+        launch_kernel(
+            select.whole_row, grid=(rows,), **shared, SIZE=padded, num_warps=plan.refine_warps
         )
         return
     warps = max(1, padded // 1024, min(plan.refine_warps, padded // 512))  # 16 or 32 a thread
-    short_rows.binned_row.run(
+    launch_kernel(
+        short_rows.binned_row,
         grid=(rows,),
-        warmup=False,
         **shared,
         entries=indices.new_empty((rows, plan.small + short_rows.TILE), dtype=torch.int64),
         HALVES=max(1, padded // (512 * warps)),

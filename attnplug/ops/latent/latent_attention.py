@@ -25,6 +25,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_shared_cache_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import Card, card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
@@ -290,9 +291,9 @@ def launch_latent_attention(
     pieces = None if plan.splits == 1 else pieces_of(merged, plan.splits)
     output = Output(pieces, merged, None, sinks)
     pdl, dependent = early(out.device)
-    attend_latents.run(
+    launch_kernel(
+        attend_latents,
         grid=(program_blocks(plan, queries, heads, listed), plan.splits, batch),
-        warmup=False,
         q_latent=q_latent,
         q_rope=q_rope,
         latents=latents,

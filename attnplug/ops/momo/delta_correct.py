@@ -16,6 +16,7 @@ import torch
 
 from attnplug.ops.common.checks import DTYPES
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import row_step, rows_as_given
@@ -221,9 +222,9 @@ def launch_delta_correct(out_sparse, out_rows, gamma, weight, lengths, start, kv
         return
     sparse, rows = unit_last(out_sparse), unit_last(out_rows)
     tile = 16
-    _delta_kernel.run(
+    launch_kernel(
+        _delta_kernel,
         grid=(batch * heads * cdiv(queries, tile),),
-        warmup=False,
         SPARSE=sparse,
         ROWS_OUT=rows,
         OUT=out,

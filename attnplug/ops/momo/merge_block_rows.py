@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from attnplug.ops.common.define import define_op, refuse_gradients, require
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import row_step
@@ -314,9 +315,9 @@ def launch_merge_block_rows(index, score, lse, rows, trim, merge, sink, before, 
         out.fill_(-1)
         return
     entries = max(2, next_power_of_two(rows * index.shape[3]))
-    _merge_kernel.run(
+    launch_kernel(
+        _merge_kernel,
         grid=(heads * blocks,),
-        warmup=False,
         INDEX=index.contiguous(),
         SCORE=score.contiguous(),
         LSE=lse.contiguous(),

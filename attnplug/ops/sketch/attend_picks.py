@@ -16,13 +16,14 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import Loop
 from attnplug.ops.common.reference import arrays, reference_kept
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
-from attnplug.ops.common.views import cache_of, query_of, shape_of
+from attnplug.ops.common.views import cache_of, query_of, shape_of, steps_of
 from attnplug.ops.sketch.encode_keys import check_float
 from attnplug.ops.sketch.estimates import (
     LARGEST,
@@ -114,6 +115,12 @@ def _allocate(q, k, v, projected, fine, coarse, picks, cut, norm, scale, pieces,
     require(picks.device == q.device, NAME, f"picks is on {picks.device}, q on {q.device}")
     require(picks.is_contiguous(), NAME, "picks is not contiguous")
     require(pieces >= 1, NAME, f"pieces is {pieces}, needs at least 1")
+    return outputs(q, pieces)
+
+
+def outputs(q: torch.Tensor, pieces: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for what `attend_picks` returns, of q `[B, Hq, 1, D]`."""
+    batch, heads, _, width = q.shape
     return (
         q.new_empty((batch, heads, pieces, width), dtype=torch.float32),
         q.new_empty((batch, heads, pieces), dtype=torch.float32),
@@ -217,19 +224,19 @@ def _tile(rows: int, padded: int, itemsize: int, shared: int) -> int:
 def launch_attend_picks(*args, warps=4, chained=False, fetched=False):
     """Run the kernel; tensors as in `attend_picks`, on a GPU or in Triton's interpreter. `chained`:
     the kernel in front is `pick`, or `fetched` with it: one that has put keys and values side by
-    side in the order of the picks."""
+    side in the order of the picks. q `[B T, Hq, 1, D]` may have T queries of each row."""
     call, (pick_out, pick_lse, pick_sums) = Call(*args[:-3]), args[-3:]
     fine, coarse, picks, pieces = call.fine, call.coarse, call.picks, call.pieces
-    batch, kv_heads, size = fine.shape[:3]
+    batch, (rows, kv_heads, size) = len(call.q), fine.shape[:3]
     found, (pdl, dependent) = card(fine.device), early(fine.device)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in args[:3])
     factor, cap = base_two(call.scale, call.softcap)
     shape, tiles = shape_of(q, fine), tiles_of(picks.shape[2], pieces)
     tile = _tile(shape.ROWS, shape.DP, q.element_size(), found.shared)
     few = tiles > 1 and warps == 4 and shape.GROUP <= 16
-    kernels.attend.run(
+    launch_kernel(
+        kernels.attend,
         grid=(pieces, kv_heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
         projected=projection_of(call.projected),
@@ -252,6 +259,7 @@ def launch_attend_picks(*args, warps=4, chained=False, fetched=False):
         ASM=found.asm,
         CHAINED=chained,
         FETCHED=fetched,
+        STEPS=steps_of(None, queries=batch // rows),
         PDL=pdl,
         num_warps=warps,
         **found.limit(REGISTERS if few else None),

@@ -15,6 +15,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_sequence_inputs, check_tensor, why_not_width
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
@@ -191,9 +192,9 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     programs = max(1, min(1024 // (batch * heads), odd.shape[2]))
     rows, steps = rows_of(size, lengths, start, mask_bytes(key_mask)), steps_of(lengths, start)
-    kernels.encode.run(
+    launch_kernel(
+        kernels.encode,
         grid=(programs, heads, batch),
-        warmup=False,
         cache=cache_of(k, v),
         rows=rows,
         encoder=encoder,
@@ -207,8 +208,8 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
         PRECISION=card(k.device).precision,
         num_warps=4,
     )
-    kernels.note.run(
-        grid=(batch,), warmup=False, rows=rows, progress=progress, STEPS=steps, num_warps=1
+    launch_kernel(
+        kernels.note, grid=(batch,), rows=rows, progress=progress, STEPS=steps, num_warps=1
     )
 
 

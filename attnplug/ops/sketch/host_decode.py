@@ -17,6 +17,7 @@ import torch
 from attnplug.ops.common.checks import check_tensor
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import triton
@@ -110,6 +111,7 @@ def sketch_host_decode(
 
 def _allocate(*args):
     call, fixed = chain.Call(*args[:-2]), FixedPart(*args[-2:])
+    require(call.q.shape[2] == 1, NAME, f"q has {call.q.shape[2]} queries a row, needs 1")
     outputs = chain._allocate(*call)
     rows, width = tuple(call.k.shape[:2]), call.k.shape[3]
     for label, tensor in (("k", call.k), ("v", call.v)):
@@ -232,9 +234,9 @@ class _OverLink:
         batch, heads, size, width = k.shape
         fine, coarse, odd, _ = codes
         wide = width * k.element_size() > 512
-        kernels.stage.run(
+        launch_kernel(
+            kernels.stage,
             grid=(1 + prepare.ENCODERS, heads, batch),
-            warmup=False,
             q=query_of(q),
             cache=cache_of(k, v),
             rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
@@ -265,9 +267,9 @@ class _OverLink:
         capacity = picks.shape[2]
         self.near = k.new_empty((batch, heads, 2, capacity, width))
         pdl, dependent = early(q.device)
-        kernels.fetch.run(
+        launch_kernel(
+            kernels.fetch,
             grid=(cdiv(capacity, FETCHED), heads, batch),
-            warmup=False,
             cache=cache_of(k, v),
             picks=picks,
             near=self.near,

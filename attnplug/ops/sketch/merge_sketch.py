@@ -16,6 +16,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import DTYPES, check_sinks
 from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import arrays, sinks_on_cpu
 from attnplug.ops.common.sizes import cdiv
@@ -213,17 +214,18 @@ def _cpu(*args):
 def launch_merge_sketch(*args, note=None, counted=None, hint=None, is_new=False, columns=COLUMNS):
     """Run the kernel; tensors as in `merge_sketch`, on a GPU or in Triton's interpreter. In the
     chain, `note` is (progress, lengths, start, size of the cache), `counted` the lengths that are
-    to grow by the new token, which `lengths` lack if it `is_new`; `hint` is written."""
+    to grow by the new token, which `lengths` lack if it `is_new`; `hint` is written. q
+    `[B T, Hq, 1, D]` may have T queries of each row."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
-    batch, heads, _, width = call.q.shape
+    (batch, heads, _, width), rows = call.q.shape, len(call.v_mean)
     pdl, dependent = early(call.q.device)
     progress, lengths, start, size = note or (None, None, None, 0)
     rank, parts = (call.projected.shape[2] - 2 - width) // 2, call.sums.shape[2]
     fixed = pieces_of(call.fixed_out, call.fixed_lse)
     picked = pieces_of(call.pick_out, call.pick_lse)
-    kernels.merge.run(
+    launch_kernel(
+        kernels.merge,
         grid=(batch * heads, cdiv(width, columns)),
-        warmup=False,
         projected=projection_of(call.projected),
         fixed=fixed,
         picked=picked,
@@ -238,7 +240,7 @@ def launch_merge_sketch(*args, note=None, counted=None, hint=None, is_new=False,
         hint=hint,
         heads=heads,
         group=heads // call.cut.shape[1],
-        counts=batch if counted is None else counted.shape[0],
+        counts=rows if counted is None else counted.shape[0],
         D=width,
         COLUMNS=columns,
         R=rank,
@@ -248,10 +250,10 @@ def launch_merge_sketch(*args, note=None, counted=None, hint=None, is_new=False,
         PARTS=triton.next_power_of_2(parts),
         TAIL=call.tail,
         CAPPED=call.softcap > 0,
-        BATCH=batch,
+        BATCH=rows,
         NEW=int(is_new),
         CHAINED=note is not None,
-        STEPS=steps_of(lengths, start),
+        STEPS=steps_of(lengths, start, batch // rows),
         PDL=pdl,
         num_warps=4,
         **dependent,

@@ -15,6 +15,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs, check_tensor
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import rows_on_cpu
@@ -83,6 +84,12 @@ def _allocate(shares, total, middle, top_k, lengths, start):
     require(top_k >= 1, NAME, f"top_k is {top_k}, needs at least 1")
     like = shares[..., None]
     check_sequence_inputs(NAME, like, like, lengths, start, None)
+    return outputs(shares, top_k)
+
+
+def outputs(shares: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for what `pick_tokens` returns."""
+    rows = tuple(shares.shape[:2])
     return (
         shares.new_empty((*rows, capacity_for(top_k)), dtype=torch.int32),
         shares.new_empty((*rows, 3), dtype=torch.float32),
@@ -238,10 +245,11 @@ def launch_pick_tokens(
     notes=None,
     hint=None,
     is_new=False,
+    queries=1,
 ):
     """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `notes` are
     a chain's, made for the plan; `hint` is the one that the scan had. With `is_new`, `lengths` lack
-    a token."""
+    a token. `shares` may be of so many `queries` of each row."""
     batch, heads, size = shares.shape
     capacity = picks.shape[2]
     plan = plan or own_plan(shares)
@@ -250,9 +258,9 @@ def launch_pick_tokens(
     if notes is None:
         notes = Notes(Notes.empty(shares, plan).marks.zero_())
     pdl, dependent = early(shares.device)
-    kernels.pick.run(
+    launch_kernel(
+        kernels.pick,
         grid=(plan.pieces, heads, batch),
-        warmup=False,
         scanned=Scanned(shares, total, middle=middle),
         notes=notes,
         rows=rows_of(size, lengths, start),
@@ -269,7 +277,7 @@ def launch_pick_tokens(
         CAPACITY_P=triton.next_power_of_2(capacity),
         ASM=card(shares.device).asm,
         NEW=int(is_new),
-        STEPS=steps_of(lengths, start),
+        STEPS=steps_of(lengths, start, queries),
         PDL=pdl,
         num_warps=plan.warps,
         **dependent,

@@ -16,6 +16,7 @@ from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import arrays, reference_kept
@@ -83,13 +84,19 @@ def prepare_query(
 
 def _allocate(q, k, v, queries, scale, lengths, start, key_mask, softcap):
     check_step(NAME, q, k, v, lengths, start, key_mask, softcap)
-    batch, heads, _, width = q.shape
+    batch, _, _, width = q.shape
     if queries.dim() != 4 or (queries.shape[3] - 2 - width) % 2 != 0:
         raise ArgumentError(
             f"{NAME}: queries has shape {tuple(queries.shape)}, needs [B,Hkv,D,2r+2+D]"
         )
     wanted = (batch, k.shape[1], width, queries.shape[3])
     check_float(NAME, "queries", queries, wanted, q.device)
+    return outputs(q, queries)
+
+
+def outputs(q: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Memory for what `prepare_query` returns, of q `[B, Hq, 1, D]`."""
+    batch, heads, _, width = q.shape
     pieces = (batch, heads, PIECES)
     return (
         q.new_empty((batch, heads, queries.shape[3]), dtype=torch.float32),
@@ -98,11 +105,13 @@ def _allocate(q, k, v, queries, scale, lengths, start, key_mask, softcap):
     )
 
 
-def check_step(name, q, k, v, lengths, start, key_mask, softcap):
-    """The checks of a step's inputs, shared by the ops that read keys and values."""
+def check_step(name, q, k, v, lengths, start, key_mask, softcap, most=1):
+    """The checks of a step's inputs, shared by the ops that read keys and values; a row may have
+    `most` queries."""
     check_attention_inputs(name, q, k, v)
     check_sequence_inputs(name, q, k, lengths, start, key_mask)
-    require(q.shape[2] == 1, name, f"q has {q.shape[2]} queries a row, needs 1")
+    needed = "1" if most == 1 else f"1 to {most}"
+    require(0 < q.shape[2] <= most, name, f"q has {q.shape[2]} queries a row, needs {needed}")
     require(softcap >= 0, name, f"softcap is {softcap}, needs 0 (off) or a positive cap")
 
 
@@ -186,8 +195,8 @@ def launch_prepare_query(
 ):
     """Run the kernel; tensors as in `prepare_query`, on a GPU or in Triton's interpreter. In the
     chain also clear `total` and `marks`, make the missing codes, and write the token `new` to the
-    cache and the query to the ring `recent`."""
-    batch, kv_heads, size, width = k.shape
+    cache and the query to the ring `recent`. q `[B T, Hq, 1, D]` may have T queries of each row."""
+    batch, (rows, kv_heads, size, width) = len(q), k.shape
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     new_k, new_v = (x if x is None or x.stride(3) == 1 else x.contiguous() for x in new)
     fine, coarse, odd, _ = codes
@@ -195,9 +204,9 @@ def launch_prepare_query(
     programs = kernels.Programs(PIECES, cdiv(queries.shape[3], COLUMNS), coders)
     wide, found = width * q.element_size(), card(q.device)
     factor, cap = base_two(scale, softcap)
-    kernels.prepare.run(
+    launch_kernel(
+        kernels.prepare,
         grid=(sum(programs) + (total is not None), kv_heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
         rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
@@ -223,7 +232,7 @@ def launch_prepare_query(
         MARKS=1 if marks is None else triton.next_power_of_2(marks.shape[2]),
         CAPPED=softcap > 0,
         CODE=None if fine is None else Code.of(fine, coarse),
-        STEPS=steps_of(lengths, start),
+        STEPS=steps_of(lengths, start, batch // rows),
         PDL=found.pdl,
         PRECISION=found.precision,
         num_warps=warps or (8 if wide > 256 else 4),

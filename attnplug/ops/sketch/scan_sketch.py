@@ -22,6 +22,7 @@ from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_sequence_inputs
 from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.reference import arrays
 from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
@@ -113,7 +114,13 @@ def _allocate(*args):
     require(parts >= 1, NAME, f"parts is {parts}, needs at least 1")
     softcap = call.softcap
     require(softcap >= 0, NAME, f"softcap is {softcap}, needs 0 (off) or a positive cap")
-    rows, new = fine.shape[:2], projected.new_empty
+    return outputs(projected, fine, parts)
+
+
+def outputs(projected: torch.Tensor, fine: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
+    """Memory for what `scan_sketch` returns, of projected `[B, Hq, 2 r + 2 + D]`."""
+    batch, heads, _ = projected.shape
+    rows, new = (batch, fine.shape[1]), projected.new_empty
     return (
         new((*rows, fine.shape[2]), dtype=torch.float16),
         new((*rows, BINS), dtype=torch.int32),
@@ -306,11 +313,11 @@ def launch_scan_sketch(
     `total` has been cleared, and the codes are known to be complete. Tokens are counted from the
     bin `hint` on, float32 `[B, Hkv]`, which the picks of the step before left; 0: all. With
     `is_new`, `lengths` lack a token. A short row has fewer parts, about `fewest` (`parts_of`).
-    `counted` gets what `pick_tokens.Notes` says."""
+    `counted` gets what `pick_tokens.Notes` says. `projected` may be of T queries of each row."""
     call, (shares, total, sums, norm, middle) = Call(*args[:-5]), args[-5:]
     projected, fine, parts = call.projected, call.fine, call.parts
     lengths, start, key_mask, softcap = call.lengths, call.start, call.key_mask, call.softcap
-    batch, kv_heads, size, _ = fine.shape
+    batch, (rows, kv_heads, size, _) = len(projected), fine.shape
     group = projected.shape[1] // kv_heads
     found, (pdl, dependent) = card(projected.device), early(projected.device)
     if not chained:
@@ -332,7 +339,7 @@ def launch_scan_sketch(
         "PIECES": triton.next_power_of_2(fixed.number),
         "CHECKED": not chained,
         "NEW": int(is_new),
-        "STEPS": steps_of(lengths, start),
+        "STEPS": steps_of(lengths, start, batch // rows),
         "PDL": pdl,
         **dependent,
     }
@@ -341,11 +348,11 @@ def launch_scan_sketch(
     if plan.hopper and plain and found.mma:
         asked |= {"patience": plan.patience, "EVICT": plan.evict}
         warps, limit = hopper_scan.WARPS.value, found.limit(plan.registers)
-        hopper_scan.scan.run(grid=grid, warmup=False, **asked, num_warps=warps, **limit)
+        launch_kernel(hopper_scan.scan, grid=grid, **asked, num_warps=warps, **limit)
         return
-    kernels.scan.run(
+    launch_kernel(
+        kernels.scan,
         grid=grid,
-        warmup=False,
         **asked,
         cap=softcap * LOG2E,
         HEADS=max(8, triton.next_power_of_2(group)),

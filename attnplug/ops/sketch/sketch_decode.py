@@ -7,6 +7,9 @@ dependent launch), nothing asked of the host. The first writes the new token to 
 to the sink and the last blocks, and projects the query. It makes the codes of a block that has just
 left the last ones. The others scan the codes; list the picks; attend to them; merge, and count the
 token. Exact where there are no more than `top_k` candidates.
+
+Several queries of a row are as many rows of a batch over one cache: each has a length, a fixed part
+and picks of its own, as if the tokens behind its own had not come.
 """
 
 import functools
@@ -27,6 +30,7 @@ from attnplug.ops.sketch import scan_sketch as scan
 from attnplug.ops.sketch.kernels.codes import LEAST, PART
 
 NAME = "sketch_decode"
+MOST_QUERIES = 16  # of a row
 SCHEMA = (
     "(Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor? new_k, Tensor? new_v, Tensor encoder, "
     "Tensor queries, Tensor v_mean, Tensor(c!) fine, Tensor(d!) coarse, Tensor(e!) odd, "
@@ -61,10 +65,12 @@ def sketch_decode(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from the last token of each row, which `new` writes to the cache first.
+    """Attend from the last token of each row, which `new` writes to the cache first, or from each
+    of the last T.
 
     Args:
-        q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
+        q: `[B, Hq, T, D]`, float32, float16 or bfloat16; with `new` and `recent` T is 1, else 1 to
+            16. Query t is what a step of its own over `lengths - (T - 1 - t)` keys would be.
         k, v: `[B, Hkv, S, D]` like q, the cache; with `new` written, and neighbours in D then next
             to each other.
         encoder, queries, v_mean: of `fit_basis`.
@@ -82,15 +88,15 @@ def sketch_decode(
             reads `lengths` elsewhere, as with `gather_decode`.
         recent: `[B, Hq, N, D]` like q, contiguous: the query is written to its place modulo N.
         hint: float32 `[B, Hkv]`, contiguous: the bin of shares from which on the scan counts
-            tokens, which the step before left; 0 where nobody knows. Overwritten by this step's.
-            It costs time where it is wrong, and changes no result.
+            tokens, which the step before left; 0 where nobody knows. Overwritten by this step's,
+            or the last query's. It costs time where it is wrong, and changes no result.
         start: int32 or int64 `[1]` or `[B]`, first real key of a left-padded row. None: 0.
         key_mask: bool `[B, S]`, False where a key must not be seen.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
         sinks: `[Hq]`, one more logit for each head, without a value.
 
     Returns:
-        out `[B, Hq, 1, D]` of q's dtype and lse `[B, Hq, 1]` float32 (natural logarithm, sinks left
+        out `[B, Hq, T, D]` of q's dtype and lse `[B, Hq, T]` float32 (natural logarithm, sinks left
         out).
 
     Raises:
@@ -125,9 +131,10 @@ class Call(arguments_of(NAME + SCHEMA.format(lengths="Tensor?"))):
 def _allocate(*args):
     call = Call(*args)
     q, k, v = call.q, call.k, call.v
-    prepare.check_step(NAME, q, k, v, call.counted, call.start, call.key_mask, call.softcap)
+    rows = call.counted, call.start, call.key_mask
+    prepare.check_step(NAME, q, k, v, *rows, call.softcap, MOST_QUERIES)
     encode.check_codes(NAME, k, *call.codes)
-    batch, heads, _, width = q.shape
+    batch, heads, queries, width = q.shape
     rank = 2 * call.fine.shape[3] + 4 * call.coarse.shape[3]
     rows = tuple(k.shape[:2])
     columns = 2 * rank + 2 + width
@@ -140,7 +147,8 @@ def _allocate(*args):
     if call.sinks is not None:
         check_sinks(NAME, q, call.sinks)
     _check_new(call)
-    return q.new_empty(q.shape), q.new_empty((batch, heads, 1), dtype=torch.float32)
+    lse = q.new_empty((batch, queries, heads), dtype=torch.float32)
+    return q.new_empty((batch, queries, heads, width)).transpose(1, 2), lse.transpose(1, 2)
 
 
 def _check_new(call: Call) -> None:
@@ -149,6 +157,8 @@ def _check_new(call: Call) -> None:
     if call.new_k is not None or call.new_v is not None:
         check_token(NAME, call)
     require((call.new_k is None) == (call.new_v is None), NAME, "new needs a key and a value")
+    alone = q.shape[2] == 1 or (call.new_k is None and call.recent is None)
+    require(alone, NAME, f"q has {q.shape[2]} queries a row, with new or recent it needs 1")
     if call.new_k is not None:
         require(call.lengths is not None, NAME, "lengths is None: nothing says where new goes")
     if call.lengths is not None:
@@ -192,8 +202,19 @@ def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
 
 
 def _cpu(*args, count=True, prepare_query=prepare._prepare_query):
-    """The step; a cache that is elsewhere brings its own way to read the fixed part."""
+    """A step a query; a cache that is elsewhere brings its own way to read the fixed part."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
+    queries, whole = call.q.shape[2], call.lengths
+    if whole is None and queries > 1:
+        whole = torch.tensor(call.k.shape[2], dtype=torch.int64, device="cpu")
+    for t in range(queries):
+        if whole is not None and queries > 1:
+            own = (whole - (queries - 1 - t)).clamp(min=0)
+            call = call._replace(q=args[0][:, :, t : t + 1], lengths=own)
+        _step_on_cpu(call, out[:, :, t : t + 1], lse[:, :, t : t + 1], count, prepare_query)
+
+
+def _step_on_cpu(call, out, lse, count, prepare_query):
     q, k, v, counted = call.q, call.k, call.v, call.counted
     full = torch.zeros(q.shape[0], dtype=torch.bool, device="cpu")
     if counted is not None and call.new_k is not None:
@@ -216,8 +237,11 @@ def _cpu(*args, count=True, prepare_query=prepare._prepare_query):
         q, k, v, projected, call.fine, call.coarse, picks, cut, norm, call.scale, 1, softcap
     )
     rest = sums, norm, cut, call.v_mean, call.tail, softcap, call.sinks
-    merge._cpu(q, projected, *fixed, *picked, *rest, out, lse)
-    out[full], lse[full] = torch.nan, torch.nan
+    result, result_lse = torch.empty_like(q), torch.empty(lse.shape, dtype=lse.dtype, device="cpu")
+    merge._cpu(q, projected, *fixed, *picked, *rest, result, result_lse)
+    result[full], result_lse[full] = torch.nan, torch.nan
+    out.copy_(result)
+    lse.copy_(result_lse)
 
 
 # --- CUDA ------------------------------------------------------------------------------------
@@ -244,7 +268,8 @@ class Plan(NamedTuple):
 def plan_for(
     rows: int, size: int, top_k: int, width: int, itemsize: int, multiprocessors: int
 ) -> Plan:
-    """The plan of a shape: `rows` (sequence, KV head) pairs with caches of `size` tokens."""
+    """The plan of a shape: `rows` (sequence, KV head, query) triples with caches of `size`
+    tokens."""
     blocks = max(1, size // encode.BLOCK)
     # Four programs of the scan fit a multiprocessor; short caches get one, of several steps.
     fewest = max(1, multiprocessors // rows)
@@ -269,23 +294,22 @@ def launch_sketch_decode(
     """Run the kernels: arguments and outputs as those of the op, on a GPU or in Triton's
     interpreter. A cache that is elsewhere brings its own launchers of what reads it."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
-    k, top_k, softcap, size = call.k, call.top_k, call.softcap, call.k.shape[2]
+    (batch, heads, queries, width), softcap = call.q.shape, call.softcap
+    kv_heads, size = call.k.shape[1:3]
     if plan is None:
-        rows = k.shape[0] * k.shape[1]
-        processors = card(k.device).processors
-        plan = plan_for(rows, size, top_k, k.shape[3], k.element_size(), processors)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, k, call.v))
-    asked = (q, k, v, call.queries, call.scale, call.counted, call.start, call.key_mask, softcap)
-    projected, *fixed = prepare._allocate(*asked)
+        processors = card(out.device).processors
+        shape = batch * queries * kv_heads, size, call.top_k, width, out.element_size()
+        plan = plan_for(*shape, processors)
+    q = call.q
+    if queries > 1:  # as rows, in the order of the output
+        q = q.transpose(1, 2).reshape(batch * queries, heads, 1, width)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, call.k, call.v))
     rows = call.counted, call.start
-    asked_scan = (
-        *(projected, fixed[1], *call.codes),
-        *(top_k, plan.parts, *rows, call.key_mask, softcap),
-    )
-    scanned = shares, total, sums, norm, middle = scan._allocate(*asked_scan)
+    projected, *fixed = prepare.outputs(q, call.queries)
+    scanned = shares, total, sums, norm, middle = scan.outputs(projected, call.fine, plan.parts)
     notes = pick.Notes.empty(shares, plan.pick)
     prepare_query(
-        *asked,
+        *(q, k, v, call.queries, call.scale, *rows, call.key_mask, softcap),
         projected,
         *fixed,
         total=total,
@@ -297,16 +321,21 @@ def launch_sketch_decode(
     )
     behind = {"hint": call.hint, "is_new": call.new_k is not None}
     how = {"plan": plan.scan, "fewest": plan.fewest, "counted": notes.counted, "chained": True}
-    scan.launch_scan_sketch(*asked_scan, *scanned, **how, **behind)
-    asked_picks = (shares, total, middle, top_k, *rows)
-    picks, cut = pick._allocate(*asked_picks)
-    pick.launch_pick_tokens(*asked_picks, picks, cut, plan.pick, notes, **behind)
-    asked_attend = (
-        *(q, k, v, projected, call.fine, call.coarse),
-        *(picks, cut, norm, call.scale, plan.pieces, softcap),
+    asked = call.top_k, plan.parts, *rows, call.key_mask, softcap
+    scan.launch_scan_sketch(projected, fixed[1], *call.codes, *asked, *scanned, **how, **behind)
+    picks, cut = pick.outputs(shares, call.top_k)
+    pick.launch_pick_tokens(
+        *(shares, total, middle, call.top_k, *rows, picks, cut, plan.pick, notes),
+        queries=queries,
+        **behind,
     )
-    picked = attend._allocate(*asked_attend)
-    attend_picks(*asked_attend, *picked, warps=plan.attend_warps, chained=True)
+    picked = attend.outputs(q, plan.pieces)
+    attend_picks(
+        *(q, k, v, projected, call.fine, call.coarse, picks, cut, norm),
+        *(call.scale, plan.pieces, softcap, *picked),
+        warps=plan.attend_warps,
+        chained=True,
+    )
     merge.launch_merge_sketch(
         *(q, projected, *fixed, *picked, sums, norm, cut),
         *(call.v_mean, call.tail, softcap, call.sinks, out, lse),
@@ -322,6 +351,7 @@ _sketch_decode = define_op(
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_sketch_decode,
+    repeats=True,
 )
 
 _sketch_decode_uncounted = define_op(
@@ -329,4 +359,5 @@ _sketch_decode_uncounted = define_op(
     allocate=_allocate,
     cpu=functools.partial(_cpu, count=False),
     cuda=functools.partial(launch_sketch_decode, count=False),
+    repeats=True,
 )

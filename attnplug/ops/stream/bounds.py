@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.stream.kernels import bounds as kernels
 
@@ -44,9 +45,9 @@ def _summaries(shared: dict[str, Any]) -> torch.Tensor:
     batch, kv_heads, size, width = k.shape
     blocks = cdiv(size, block)
     summaries = k.new_empty((batch, kv_heads, blocks, 2, width))
-    kernels.summarise.run(
+    launch_kernel(
+        kernels.summarise,
         grid=(blocks, kv_heads, batch),
-        warmup=False,
         **{name: shared[name] for name in ("cache", "rows", "STEPS")},
         summaries=summaries,
         D=width,
@@ -69,9 +70,9 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
     summaries, group = _summaries(shared), shape.GROUP
     chosen = index.new_empty((batch, heads, slots, WIDER * top_k))
     together = min(next_power_of_two(group), LISTS)
-    kernels.rank.run(
+    launch_kernel(
+        kernels.rank,
         grid=(cdiv(slots, LISTS // together), kv_heads * cdiv(group, together), batch),
-        warmup=False,
         **{
             name: shared[name]
             for name in ("after", "allowed", "budget", "SHAPE", "SEARCH", "STEPS")
@@ -91,9 +92,9 @@ def launch_bounds(shared: dict[str, Any], plan: RankPlan | None = None) -> None:
         HEADS=together,
         num_warps=plan.rank_warps,
     )
-    kernels.rescore.run(
+    launch_kernel(
+        kernels.rescore,
         grid=(slots, heads, batch),
-        warmup=False,
         **{name: value for name, value in shared.items() if name != "before"},
         chosen=chosen,
         TILE=plan.tile,

@@ -21,6 +21,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import arrays
@@ -263,9 +264,9 @@ def launch_stream_edges(*args, plan=None):
     plan = plan or plan_for(rows, block, width, call.q.element_size())
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in args[:3])
     index, key_mask = call.index.contiguous(), mask_bytes(call.key_mask)
-    weigh_edges.run(
+    launch_kernel(
+        weigh_edges,
         grid=(index.shape[2], heads, batch),
-        warmup=False,
         q=query_of(q),
         cache=cache_of(k, v),
         rows=rows_of(k.shape[2], call.lengths, call.start, key_mask),

@@ -39,6 +39,7 @@ import torch
 from attnplug.errors import ArgumentError
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
 from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of
@@ -276,18 +277,18 @@ def _launch_branches(shared, plan: Plan | None):
         shape = shared["SHAPE"].ROWS, group, shared["SEARCH"].BLOCK, k.shape[3], k.element_size()
         plan = plan_for(*shape, alike, masked=shared["rows"].key_mask is not None)
     batch, heads, slots, _ = index.shape
-    kernels.seed.run(
+    launch_kernel(
+        kernels.seed,
         grid=(slots, k.shape[1] * cdiv(group, plan.heads), batch),
-        warmup=False,
         **shared,
         TILE=plan.tile,
         STAGES=plan.seed_stages,
         HEADS=plan.heads,
         num_warps=plan.seed_warps,
     )
-    kernels.refine.run(
+    launch_kernel(
+        kernels.refine,
         grid=(slots, heads, batch),
-        warmup=False,
         **shared,
         TILE=plan.tile,
         STAGES=plan.stages,

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import GenerationConfig
+
 Check = tuple[Callable[[Any], bool], str]  # what a value must be, and how to say it
 
 # Fields that would change the answer and that nothing here serves, with the values that ask for
@@ -30,6 +32,8 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 def problem_of(body: Mapping[str, Any]) -> str:
     """What is wrong with a request, in a sentence, or ""."""
+    if not _is_unicode(body):
+        return "the request has a lone surrogate, needs text that is Unicode"
     for name, harmless in UNSERVED.items():
         asked = body.get(name)
         if asked is not None and asked not in harmless:
@@ -38,6 +42,28 @@ def problem_of(body: Mapping[str, Any]) -> str:
     for name, (is_valid, needed) in CHECKS.items():
         if name in body and body[name] is not None and not is_valid(body[name]):
             return f"{name} is {json.dumps(body[name])}, needs {needed}"
+    return _config_problem(body.get("generation_config"))
+
+
+def _config_problem(text: str | None) -> str:
+    """What transformers has against a request's generation config, or ""."""
+    if text is None:
+        return ""
+    try:
+        GenerationConfig(**json.loads(text)).validate()
+    except (TypeError, ValueError) as error:
+        return f"generation_config: {error}"
+    return ""
+
+
+def length_problem(body: Mapping[str, Any], reads: int | None) -> str:
+    """The same for how many tokens a request may come to; `reads`: those that the model reads. A
+    row without an end would stay in the batch where its client has gone away."""
+    for name in LENGTHS:
+        asked = body.get(name)
+        if type(asked) is int and asked > (MOST if reads is None else reads):
+            told = "a row has an end" if reads is None else f"the model reads {reads:,}"
+            return f"{name} is {asked}, and {told}"
     return ""
 
 
@@ -50,6 +76,8 @@ def messages_problem(body: Mapping[str, Any]) -> str:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"messages[{place}] has no role, needs an object with role and content"
         content = message.get("content")
+        if not _are_calls(message.get("tool_calls") or []):
+            return f"messages[{place}].tool_calls needs functions with a name and arguments"
         if content is None and message.get("tool_calls"):
             continue
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -100,7 +128,31 @@ def is_object(text: Any) -> bool:
 def _is_bias(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return all(key.isdigit() and _number(bias) for key, bias in value.items())
+    return all(_is_token(key) and _number(bias) for key, bias in value.items())
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _are_calls(value: Any) -> bool:
+    if not _is_objects(value):
+        return False
+    named = [each.get("function") for each in value]
+    return all(isinstance(x, dict) and {"name", "arguments"} <= x.keys() for x in named)
+
+
+def _is_token(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) < 10
+
+
+def _is_unicode(body: Any) -> bool:
+    """Whether all strings of a request can be written: JSON can escape what no text has."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_stop(value: Any) -> bool:
@@ -108,18 +160,19 @@ def _is_stop(value: Any) -> bool:
     return bool(texts) and all(isinstance(text, str) and text for text in texts)
 
 
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+MOST = 1 << 24  # tokens of an answer, of a model that does not say how many it reads
 TOKENS: Check = (_positive, "an integer of at least 1")
 CHECKS: dict[str, Check] = {
     "temperature": (lambda x: _number(x) and 0 <= x <= 2, "a number from 0 to 2"),
     "top_p": (lambda x: _number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
     "frequency_penalty": (lambda x: _number(x) and -1 < x <= 2, "a number above -1, at most 2"),
-    "max_tokens": TOKENS,
-    "max_completion_tokens": TOKENS,
-    "max_output_tokens": TOKENS,
-    "seed": (lambda x: type(x) is int, "an integer"),
+    **dict.fromkeys(LENGTHS, TOKENS),
+    "seed": (lambda x: type(x) is int and -(2**63) <= x < 2**64, "an integer of 64 bits"),
     "stream": (lambda x: type(x) is bool, "true or false"),
     "stop": (_is_stop, "a string, or a list of strings"),
     "logit_bias": (_is_bias, "an object from token ids to numbers"),
-    "tools": (lambda x: isinstance(x, list), "a list"),
+    "tools": (_is_objects, "a list of objects"),
+    "chat_template_kwargs": (lambda x: isinstance(x, dict), "an object"),
     "generation_config": (is_object, "the JSON text of an object"),
 }

@@ -15,11 +15,13 @@ from typing import Any
 from transformers.utils.import_utils import is_serve_available
 
 from attnplug.api import PolicyLike, apply, report
-from attnplug.errors import ArgumentError, UnsupportedCallError
+from attnplug.errors import ArgumentError, AttnplugError, UnsupportedCallError
+from attnplug.models.layers import positions
 from attnplug.models.pretrained import WEIGHTS, fetch
 from attnplug.serve.hugging_face.requests import (
     input_problem,
     is_object,
+    length_problem,
     messages_problem,
     problem_of,
     prompt_problem,
@@ -140,6 +142,8 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
     of them, and refuse what it would not serve."""
     from fastapi import HTTPException
 
+    from attnplug.serve.hugging_face.batches import adopt_batches, batch_problem
+
     checks: dict[str, Callable[[Any], str]] = {
         "ChatCompletionHandler": messages_problem,
         "CompletionHandler": prompt_problem,
@@ -152,15 +156,23 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
         problem = problem_of(body) or check(body)
         if problem:
             raise HTTPException(400, problem)
+        if body.get("logit_bias"):  # of whole numbers, which transformers takes for an error
+            body["logit_bias"] = {token: float(by) for token, by in body["logit_bias"].items()}
         validate(body)
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
         asked = body.get("model")
         if asked is not None and asked not in names:
             raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
-        _, *loaded = resolve({**body, "model": source})
-        return names[0], *loaded
+        _, loaded, *rest = resolve({**body, "model": source})
+        problem = length_problem(body, positions(loaded.config))
+        if handler.generation_state._continuous_batching:
+            problem = problem or batch_problem(body)
+        if problem:
+            raise HTTPException(400, problem)
+        return names[0], loaded, *rest
 
+    adopt_batches(handler.generation_state)
     handler._validate_request, handler._resolve_model = validate_request, resolve_model
 
 
@@ -190,6 +202,11 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
     @app.exception_handler(TemplateError)
     async def refused(_: Request, error: TemplateError) -> JSONResponse:
         about = {"message": f"the chat template: {error}", "type": "invalid_request_error"}
+        return JSONResponse({"error": about}, 400)
+
+    @app.exception_handler(AttnplugError)
+    async def unserved(_: Request, error: AttnplugError) -> JSONResponse:
+        about = {"message": str(error), "type": "invalid_request_error"}
         return JSONResponse({"error": about}, 400)
 
     @app.middleware("http")

@@ -71,7 +71,6 @@ def attended(block, step, size, ring=2, softcap=0.0, fault=None, width=128):
         count=SPLITS,
         SHAPE=Shape(HEADS // KV_HEADS, 16, width, width, block, width // 32, width // 32),
         STEP=step,
-        LAYOUTS=hopper_tiles.Layouts(*[None] * len(hopper_tiles.Layouts._fields)),
         RING=ring,
         CAPPED=softcap > 0,
         CHECKED=True,

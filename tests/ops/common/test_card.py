@@ -66,7 +66,7 @@ def launched(monkeypatch, error):
 
     monkeypatch.setattr(torch.cuda, "device", lambda where: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "NVIDIA L4")
-    return define._run_on_device("my_op", lambda q: None, launch)
+    return define._run_on_device("my_op", launch, repeats=False)
 
 
 def test_a_launch_that_does_not_fit_names_op_card_and_bytes(monkeypatch):

@@ -81,9 +81,10 @@ def test_is_score_tokens_and_topk(device_path, data):
         options["start"] = torch.tensor(starts, dtype=torch.int32)
     if draw(st.booleans()):
         options["key_mask"] = random(seed + 1, batch, size) > -0.5
-    q = random(seed, batch, 1, heads * 3, 64, dtype=dtype).transpose(1, 2)
+    queries = draw(st.sampled_from([1, 3]))
+    q = random(seed, batch, queries, heads * 3, 64, dtype=dtype).transpose(1, 2)
     codes, steps = quantize_keys(random(seed + 2, batch, size, heads, 64).transpose(1, 2))
-    lengths = row_lengths(options.get("lengths"), heads)
+    lengths = row_lengths(options.get("lengths"), heads * queries)
     there = [x.to(device_path[0]) for x in (q, codes, steps)]
     moved = {x: y.to(device_path[0]) if torch.is_tensor(y) else y for x, y in options.items()}
     if device_path == ("cpu", "kernel"):  # its sums differ from the reference's in the last bits

@@ -53,11 +53,12 @@ def step(
     count=True,
     recent=None,
     fixed=None,
+    queries=1,
     **more,
 ):
-    """One step from the last query: the public op, or the Triton launchers where the op would not
-    run them; with `fixed` that of a cache in host memory. What it writes is in the tensors that
-    came, wherever it ran."""
+    """One step from the last query, or from so many `queries`: the public op, or the Triton
+    launchers where the op would not run them; with `fixed` that of a cache in host memory. What it
+    writes is in the tensors that came, wherever it ran."""
     device, path = device_path
     options, near = DEFAULTS | more, () if fixed is None else tuple(fixed)
     behind = (recent, options.get("lengths"), options.get("hint"), *near)
@@ -65,7 +66,7 @@ def step(
     there = {id(x): x.to(device) for x in (*written, *basis, *(new or ()))}
     moved = lambda x: there.get(id(x), x.to(device)) if isinstance(x, torch.Tensor) else x  # noqa: E731
     args = {name: moved(x) for name, x in options.items()}
-    tensors = [moved(x) for x in (q[:, :, -1:], k, v, *basis, *codes)]
+    tensors = [moved(x) for x in (q[:, :, -queries:], k, v, *basis, *codes)]
     pair = None if new is None else tuple(map(moved, new))
     near = tuple(map(moved, near))
     if path == "reference" or device == "cuda":

@@ -14,7 +14,7 @@ from attnplug.errors import ArgumentError, GradientError
 from attnplug.ops.sketch import pick_tokens as pick
 from attnplug.ops.sketch import sketch_decode as op
 from attnplug.ops.sketch.encode_keys import encode_keys
-from attnplug.ops.sketch.state import empty_codes
+from attnplug.ops.sketch.state import Codes, empty_codes
 from attnplug.testing import oracle_attention, plain_attention
 
 # The interpreter computes with numpy, which warns where the kernel means infinity.
@@ -132,6 +132,30 @@ def test_a_cropped_cache_is_coded_anew(device_path):
     wanted = step(device_path, q, k, v, basis, whole)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert torch.equal(codes.progress, whole.progress)
+
+
+@pytest.mark.parametrize(("softcap", "masked"), [(0.0, False), (4.0, True)])
+@pytest.mark.parametrize("queries", [2, 5])
+def test_several_queries_are_as_many_steps(device_path, queries, softcap, masked):
+    """Of one row and of several with lengths of their own. Between the queries a block leaves the
+    last ones, and its codes are made on the way."""
+    q, k, v = cache(6, batch=3)
+    options = {"lengths": torch.tensor([1282, 1300, 1034]), "softcap": softcap, "top_k": 100}
+    if masked:
+        options |= {"start": torch.tensor([0, 17, 5]), "key_mask": random(5, 3, 1300) > -1}
+        options["sinks"] = random(6, 6)
+    before = options | {"lengths": options["lengths"] - queries}
+    basis, codes = coded(q, k, v, **before)
+    together, hint = Codes(*(x.clone() for x in codes)), torch.zeros(3, 2)
+    found = step(device_path, q, k, v, basis, together, queries=queries, hint=hint, **options)
+    for t in range(queries):
+        own = options | {"lengths": options["lengths"] - (queries - 1 - t)}
+        last = q[:, :, : q.shape[2] - (queries - 1 - t)]
+        want = step(device_path, last, k, v, basis, codes, hint=torch.zeros(3, 2), **own)
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a[:, :, t : t + 1], b, rtol=2e-4, atol=2e-5)
+    assert all(torch.equal(a, b) for a, b in zip(together, codes, strict=True))
+    assert codes.progress[:, 0].tolist() != [8, 8, 6] and (hint > 0).all()
 
 
 def test_a_batch_changes_nothing(device_path):
@@ -260,8 +284,10 @@ def test_refusals():
     q, k, v = cache(0, tokens=200)
     basis, codes = coded(q, k, v)
     good = (q[:, :, -1:], k, v, *basis, *codes)
-    with pytest.raises(ArgumentError, match="q has 2 queries a row, needs 1"):
-        op.sketch_decode(q[:, :, -2:], *good[1:], scale=1.0)
+    with pytest.raises(ArgumentError, match="q has 17 queries a row, needs 1 to 16"):
+        op.sketch_decode(q[:, :, -17:], *good[1:], scale=1.0)
+    with pytest.raises(ArgumentError, match="q has 2 queries a row, with new or recent it needs 1"):
+        op.sketch_decode(q[:, :, -2:], *good[1:], scale=1.0, recent=q.contiguous())
     with pytest.raises(ArgumentError, match="top_k is 0"):
         op.sketch_decode(*good, scale=1.0, top_k=0)
     with pytest.raises(ArgumentError, match="tail is 'half'"):

@@ -17,10 +17,11 @@ class Shape(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """How products are computed."""
+    """How products are computed. Dtypes are numbers here: Triton hands each argument to the hooks
+    of other programs (vLLM 0.30 has one) as JSON, and finds no dtype in a tuple."""
 
-    QK: Any  # dtype of products with key codes
-    PV: Any  # and with values
+    FLOAT32_KEYS: bool  # products with key codes are in float32, or else in bfloat16
+    FLOAT32_VALUES: bool  # and products with values, or else in float16
     PARTS: int  # of that dtype into which a float32 factor is split
     CAPPED: bool
 

@@ -45,7 +45,7 @@ def prepare(
     GROUP: tl.constexpr = SHAPE.GROUP
     ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
-    QK: tl.constexpr = MATH.QK
+    QK: tl.constexpr = tl.float32 if MATH.FLOAT32_KEYS else tl.bfloat16
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     length, low = row_span(rows, b, STEPS)
@@ -131,8 +131,8 @@ def attend(
     D: tl.constexpr = SHAPE.D
     BLOCK: tl.constexpr = SHAPE.BLOCK
     HALF_P: tl.constexpr = SHAPE.HALF_P
-    QK: tl.constexpr = MATH.QK
-    PV: tl.constexpr = MATH.PV
+    QK: tl.constexpr = tl.float32 if MATH.FLOAT32_KEYS else tl.bfloat16
+    PV: tl.constexpr = tl.float32 if MATH.FLOAT32_VALUES else tl.float16
     split = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)

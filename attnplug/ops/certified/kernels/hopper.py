@@ -19,11 +19,19 @@ kernels have. `attend.attend` does the same for all else.
 from attnplug.ops.certified.kernels.hopper_tiles import (
     S_MMA,
     channels_first,
+    eight_blocks,
     halves,
     key_tile,
+    key_words,
+    meta_lines,
+    queries,
     query_tile,
+    scale_pairs,
     scale_words,
+    scores_of,
     two_rows,
+    value_lines,
+    value_places,
     value_tile,
     value_words,
 )
@@ -166,7 +174,6 @@ def attend_blocks(
     count,
     SHAPE: gl.constexpr,
     STEP: gl.constexpr,
-    LAYOUTS: gl.constexpr,
     RING: gl.constexpr,
     CAPPED: gl.constexpr,
     CHECKED: gl.constexpr,
@@ -181,10 +188,13 @@ def attend_blocks(
     GROUP: gl.constexpr = SHAPE.GROUP
     D: gl.constexpr = SHAPE.D
     BLOCK: gl.constexpr = SHAPE.BLOCK
-    XL: gl.constexpr = LAYOUTS.queries
-    SL: gl.constexpr = LAYOUTS.scores
-    VL: gl.constexpr = LAYOUTS.value_words
-    PL: gl.constexpr = LAYOUTS.eight_blocks
+    XL: gl.constexpr = queries()
+    SL: gl.constexpr = scores_of(STEP)
+    VL: gl.constexpr = value_places(STEP)
+    PL: gl.constexpr = eight_blocks()
+    KL: gl.constexpr = key_words(STEP)
+    LINES: gl.constexpr = value_lines(STEP)
+    META: gl.constexpr = meta_lines(STEP)
     split = gl.program_id(0)
     h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
@@ -226,7 +236,7 @@ def attend_blocks(
     for i in gl.static_range(RING):
         if i < tiles:
             _bring(lines, rings, full, i, token + i * STEP, STEP)
-    scales_at = k_meta + group * N * D + gl.arange(0, D // 2, layout=LAYOUTS.scales)
+    scales_at = k_meta + group * N * D + gl.arange(0, D // 2, layout=scale_pairs())
     at = gl.minimum(first, gl.maximum(last - 1, 0)).to(gl.int64)
     scales = gl.load(scales_at + at * D)
     base_at = scores.base + row.to(gl.int64) * N
@@ -279,9 +289,9 @@ def attend_blocks(
         held_squares = gl.full([8], 0.0, gl.float32, ROW)
         for _part in range(PARTS):
             mbarrier.wait(full.index(slot), phase)
-            codes = k_ring.index(slot).load(LAYOUTS.key_words)
-            words = value_words(v_ring.index(slot).load(LAYOUTS.value_lines), STEP)
-            low_words, high_words = scale_words(m_ring.index(slot).load(LAYOUTS.meta_lines), STEP)
+            codes = k_ring.index(slot).load(KL)
+            words = value_words(v_ring.index(slot).load(LINES), STEP)
+            low_words, high_words = scale_words(m_ring.index(slot).load(META), STEP)
             barrier()
             if ahead < tiles:
                 _bring(lines, rings, full, slot, token + ahead * STEP, STEP)

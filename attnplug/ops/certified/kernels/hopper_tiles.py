@@ -6,10 +6,7 @@ mind; it is chosen so that what a thread has read is what it multiplies. Of eigh
 the number stand in reverse, so that the eight lanes that read shared memory at once read all of it.
 """
 
-import functools
-from typing import NamedTuple
-
-from attnplug.ops.common.triton import gl, gluon, tl
+from attnplug.ops.common.triton import gl, gluon, tl, triton
 
 S_MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], instr_shape=[16, 8]))
 
@@ -68,73 +65,105 @@ _LARGEST = gl.constexpr(63.0 * 65536)  # of three digits, the highest of -64..63
 _PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 
 
-class Layouts(NamedTuple):
-    """How one warp holds 128 channels and `step` tokens."""
-
-    key_words: gl.DistributedLinearLayout  # of key codes [step, 32]
-    queries: gl.DistributedLinearLayout  # [8, 128]
-    scales: gl.DistributedLinearLayout  # words of a block's key scales [64]
-    scores: gl.DistributedLinearLayout  # [8, step]
-    value_lines: gl.DistributedLinearLayout  # of value codes [step / 2, 32]
-    meta_lines: gl.DistributedLinearLayout  # of their scales [step / 4, 32]
-    value_words: gl.DistributedLinearLayout  # [step / 2, 4, 4]
-    eight_blocks: gl.DistributedLinearLayout  # words of eight blocks' key scales [8, 64]
+# How one warp holds 128 channels, and the tokens of a step of so many. A kernel asks for them as it
+# is compiled, because as arguments they would keep Triton from telling hooks about a launch.
 
 
-@functools.cache
-def layouts(step: int) -> Layouts:
-    """Those of a step of so many tokens."""
-    more = [1 << i for i in range(3, (step - 1).bit_length())]  # tokens beyond eight
-    rows = [[1, 0], [2, 0], [4, 0]]
-    keys = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], *([n, 0] for n in more)],
+@triton.constexpr_function
+def _beyond_eight(step):
+    """The tokens beyond eight, by their bits."""
+    return [1 << i for i in range(3, (step - 1).bit_length())]
+
+
+@triton.constexpr_function
+def key_words(step):
+    """Of key codes [step, 32]."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], *([n, 0] for n in _beyond_eight(step))],
         [[0, 4], [0, 8], [4, 0], [2, 0], [1, 0]],
         [],
         [],
         [step, 32],
     )
-    query = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64]], [[0, 16], [0, 32], *rows], [], [], [8, 128]
+
+
+@triton.constexpr_function
+def queries():
+    """[8, 128]."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64]],
+        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [],
+        [],
+        [8, 128],
     )
-    scales = gl.DistributedLinearLayout(
+
+
+@triton.constexpr_function
+def scale_pairs():
+    """Of the words of a block's key scales [64]."""
+    return gl.DistributedLinearLayout(
         [[1], [2], [4], [32]], [[8], [16], [0], [0], [0]], [], [], [64]
     )
-    scores = gl.DistributedLinearLayout(
-        [[0, 1], *([0, n] for n in more)], [[0, 2], [0, 4], *rows], [], [], [8, step]
+
+
+@triton.constexpr_function
+def scores_of(step):
+    """[8, step]."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], *([0, n] for n in _beyond_eight(step))],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [],
+        [],
+        [8, step],
     )
-    values = gl.DistributedLinearLayout(
-        [[2, 0], [0, 1], *([n // 2, 0] for n in more)],
+
+
+@triton.constexpr_function
+def value_lines(step):
+    """Of value codes [step / 2, 32]."""
+    return gl.DistributedLinearLayout(
+        [[2, 0], [0, 1], *([n // 2, 0] for n in _beyond_eight(step))],
         [[1, 0], [0, 16], [0, 2], [0, 4], [0, 8]],
         [],
         [],
         [step // 2, 32],
     )
-    meta = gl.DistributedLinearLayout(
-        [[0, 4], [1, 0], *([n // 4, 0] for n in more)],
+
+
+@triton.constexpr_function
+def meta_lines(step):
+    """Of the values' scales [step / 4, 32]."""
+    return gl.DistributedLinearLayout(
+        [[0, 4], [1, 0], *([n // 4, 0] for n in _beyond_eight(step))],
         [[0, 16], [0, 8], [0, 0], [0, 1], [0, 2]],
         [],
         [],
         [step // 4, 32],
     )
-    pairs = gl.DistributedLinearLayout(
-        [[0, 0, 1], *([n // 2, 0, 0] for n in more)],
+
+
+@triton.constexpr_function
+def value_places(step):
+    """Of the words of values [step / 2, 4, 4]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], *([n // 2, 0, 0] for n in _beyond_eight(step))],
         [[1, 0, 0], [2, 0, 0], [0, 0, 2], [0, 1, 0], [0, 2, 0]],
         [],
         [],
         [step // 2, 4, 4],
     )
-    blocks = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16], *rows], [], [], [8, 64]
-    )
-    return Layouts(
-        key_words=keys,
-        queries=query,
-        scales=scales,
-        scores=scores,
-        value_lines=values,
-        meta_lines=meta,
-        value_words=pairs,
-        eight_blocks=blocks,
+
+
+@triton.constexpr_function
+def eight_blocks():
+    """Of the words of eight blocks' key scales [8, 64]."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [],
+        [],
+        [8, 64],
     )
 
 

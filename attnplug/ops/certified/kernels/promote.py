@@ -108,8 +108,8 @@ def read_blocks(
     ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
     BLOCK: tl.constexpr = SHAPE.BLOCK
-    QK: tl.constexpr = MATH.QK
-    PV: tl.constexpr = MATH.PV
+    QK: tl.constexpr = tl.float32 if MATH.FLOAT32_KEYS else tl.bfloat16
+    PV: tl.constexpr = tl.float32 if MATH.FLOAT32_VALUES else tl.float16
     PARTS: tl.constexpr = MATH.PARTS
     rank, name = own_blocks
     block_list, ends, listed = block_lists

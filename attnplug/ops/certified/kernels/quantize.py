@@ -7,6 +7,7 @@ import torch
 from attnplug.ops.certified.kernels.tier import bf16_value
 from attnplug.ops.certified.records import R
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.rows import blocks_done, mask_bytes, note_progress, row_span
 from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
@@ -249,9 +250,9 @@ def launch_quantize_kv(
     }
     if found.pdl:
         shared["launch_pdl"] = True
-    _quantize.run(
+    launch_kernel(
+        _quantize,
         grid=(programs, heads, batch),
-        warmup=False,
         cache=cache_of(k, v),
         k_codes=k_codes,
         k_meta=k_meta.view(torch.int16),
@@ -268,4 +269,4 @@ def launch_quantize_kv(
         num_warps=8 if block * width > 4096 else 4,
         **shared,
     )
-    _note.run(grid=(batch,), warmup=False, num_warps=1, **shared)
+    launch_kernel(_note, grid=(batch,), num_warps=1, **shared)

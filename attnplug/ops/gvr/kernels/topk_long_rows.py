@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels.topk_collect import collect
@@ -63,9 +64,9 @@ def launch_long_rows(scores, k, hint, lengths, indices, values, how, plan, pdl):
     """Run the three kernels; tensors as in `topk`, `plan` a `topk.Plan`."""
     buffers = _allocate_buffers(scores, k, plan)
     of_all = _of_all(scores, k, lengths, buffers, pdl)
-    verify.run(
+    launch_kernel(
+        verify,
         grid=(plan.verifiers * len(scores),),
-        warmup=False,
         **of_all,
         hint=hint,
         edges=buffers.edges,
@@ -113,9 +114,9 @@ def _launch_after_counts(of_all, rows, k, indices, values, how, plan, buffers):
         "CAPACITY": plan.capacity,
         "SLOTS": buffers.slots,
     }
-    collect.run(
+    launch_kernel(
+        collect,
         grid=(buffers.programs * rows,),
-        warmup=False,
         **shared,
         edges=buffers.edges,
         counts=buffers.counts,
@@ -132,9 +133,9 @@ def _launch_after_counts(of_all, rows, k, indices, values, how, plan, buffers):
         BATCH=plan.batch,
         num_warps=plan.collect_warps,
     )
-    refine.run(
+    launch_kernel(
+        refine,
         grid=(rows,),
-        warmup=False,
         **shared,
         stats=how,
         K_PAD=max(2, next_power_of_two(k)),

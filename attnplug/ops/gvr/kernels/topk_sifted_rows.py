@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.gvr.kernels import topk_short_rows as short_rows
@@ -75,9 +76,9 @@ def launch_sifted_rows(scores, k, lengths, indices, values, how, plan: Sift, pdl
     """Run the kernels; tensors as in `topk`."""
     rows, size = scores.shape
     slots = empty_slots(rows, plan, scores.device)
-    sift.run(
+    launch_kernel(
+        sift,
         grid=(plan.parts * rows,),
-        warmup=False,
         **_of_both(scores, k, lengths, slots, plan, pdl),
         least=plan.least,
         CHUNK=plan.chunk,
@@ -113,9 +114,9 @@ def _launch_finish(scores, k, lengths, slots, indices, values, how, plan: Sift, 
     new = functools.partial(torch.empty, device=indices.device)
     capacity = max(CAPACITY, 2 * next_power_of_two(k))
     size = max(512 * plan.finish_warps, next_power_of_two(plan.parts * plan.room))
-    finish.run(
+    launch_kernel(
+        finish,
         grid=(rows,),
-        warmup=False,
         **_of_both(scores, k, lengths, slots, plan, pdl),
         entries=new((rows, plan.ranked + short_rows.TILE), dtype=torch.int64),
         list_index=new((rows, 2, capacity), dtype=torch.int32),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.pipeline import Loop, loop_that_fits
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
@@ -343,9 +344,9 @@ def build_lists(index, query_block, block, sink, window, lengths, start, queries
     )
     count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=index.device)
     padded = max(2, next_power_of_two(width))
-    _list_kernel.run(
+    launch_kernel(
+        _list_kernel,
         grid=(batch * heads * blocks,),
-        warmup=False,
         INDEX=index.contiguous(),
         LIST=lists,
         COUNT=count,
@@ -408,9 +409,9 @@ def launch_triton(
         SCALE_FIRST=softcap > 0.0 or scale <= 0.0,
         SOFTCAP=softcap > 0.0,
     )
-    _attend_kernel.run(
+    launch_kernel(
+        _attend_kernel,
         grid=(batch * heads * blocks * spec.SPLITS,),
-        warmup=False,
         Q=q,
         K=k,
         V=v,

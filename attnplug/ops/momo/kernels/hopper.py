@@ -25,6 +25,7 @@ import torch
 
 from attnplug.ops.common.device import card
 from attnplug.ops.common.hopper import reinterpret
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.triton import (
     TensorDescriptor,
@@ -253,9 +254,9 @@ def _tail_kernel(V, TAIL, LENGTHS, v_strides, lengths_step, kv_heads, D: tl.cons
 def _values_tail(v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """`[B,Hkv,128,D]`: the 128-key tile of the last valid key, zeros after that key."""
     tail = v.new_empty((*v.shape[:2], 128, v.shape[3]))
-    _tail_kernel.run(
+    launch_kernel(
+        _tail_kernel,
         grid=(v.shape[0] * v.shape[1],),
-        warmup=False,
         V=v,
         TAIL=tail,
         LENGTHS=lengths,
@@ -287,9 +288,9 @@ def _launch(
     """One launch of the kernel. Tensors that it does not read are stood in for by others."""
     values = _descriptor(k if v is None else v, 64)
     has_tail = v is not None and lengths is not None
-    attention_kernel.run(
+    launch_kernel(
+        attention_kernel,
         grid=(problem.items,),
-        warmup=False,
         q_desc=_descriptor(q, 32 if spec.PACK == 4 else 64, 1 if spec.SPARSE else problem.gamma),
         k_desc=_descriptor(k, 64),
         v_desc=values,

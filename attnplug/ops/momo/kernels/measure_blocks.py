@@ -3,6 +3,7 @@ to the masses of its key blocks, and from these to its list."""
 
 import torch
 
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.triton import tl, triton
 
@@ -123,9 +124,9 @@ def launch_lists(score, lse, before, blocks, *, first, rows, sink):
         ROWS=rows,
         PAD=pad,
     )
-    _mass_kernel.run(
+    launch_kernel(
+        _mass_kernel,
         grid=(heads, cdiv(query_blocks, groups), cdiv(kept, 64)),
-        warmup=False,
         SCORE=score,
         GROUPS=groups,
         N=64,
@@ -133,9 +134,9 @@ def launch_lists(score, lse, before, blocks, *, first, rows, sink):
         **common,
     )
     width = max(2, next_power_of_two(kept))
-    _choose_kernel.run(
+    launch_kernel(
+        _choose_kernel,
         grid=(heads * query_blocks,),
-        warmup=False,
         OUT=blocks,
         all_query_blocks=blocks.shape[2],
         sink=sink,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from attnplug.ops.common.device import card
+from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.pipeline import Loop, loop_that_fits
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import cdiv, next_power_of_two, padded_width
@@ -410,9 +411,9 @@ def launch_triton(
     if key_mask is not None:
         key_mask = key_mask.contiguous()
         before = offered_before(key_mask, start, block)
-    _kernel.run(
+    launch_kernel(
+        _kernel,
         grid=(tiles * batch * kv_heads,),
-        warmup=False,
         Q=q,
         K=k,
         V=v,

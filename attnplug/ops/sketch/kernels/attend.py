@@ -1,5 +1,6 @@
 """The Triton kernel of `attend_picks`."""
 
+from attnplug.ops.common.rows import row_of
 from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.common.views import Output, begin_of
@@ -69,6 +70,7 @@ def attend(
     ASM: tl.constexpr,
     CHAINED: tl.constexpr,
     FETCHED: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A group's queries against one piece of its picks, exactly and as the scan scored them. In
@@ -85,6 +87,8 @@ def attend(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
+    own_row = row_of(b, STEPS)
+    home = own_row * tl.num_programs(1) + h
     row = place * GROUP
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -94,7 +98,7 @@ def attend(
     query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
     if not CHAINED:
         begin(PDL)
-    k_at, v_at = begin_of(cache, b, h)
+    k_at, v_at = begin_of(cache, own_row, h)
     k_at, v_at = k_at + d[None, :], v_at + d[None, :]
     unit, fine_weights, coarse_weights, base, shift = query_facts(
         projected, norm, row, GROUP, HEADS, CODE, CAPPED
@@ -128,7 +132,7 @@ def attend(
         loadable = seen[:, None] & in_width[None, :]
         key = tl.load(k_at + own[:, None] * cache.k_s, mask=loadable, other=0.0)
         value = tl.load(v_at + own[:, None] * cache.v_s, mask=loadable, other=0.0)
-        code = (place * S + at)[:, None]
+        code = (home * S + at)[:, None]
         fine_bytes = tl.load(
             codes.fine + code * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
             mask=seen[:, None],

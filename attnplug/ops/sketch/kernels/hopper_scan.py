@@ -12,7 +12,7 @@ odd tokens have their codes.
 """
 
 from attnplug.ops.common.hopper import gdc_launch_dependents, gdc_wait
-from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.rows import blocks_done, row_of, row_span
 from attnplug.ops.common.triton import gl, gluon, mma_v2
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
@@ -276,6 +276,8 @@ def scan(
     h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
     place = b * gl.num_programs(1) + h
+    own_row = row_of(b, STEPS)
+    home = own_row * gl.num_programs(1) + h
     row = place * GROUP
     length, low = row_span(rows, b, STEPS, NEW)
     near = near_block(gl.minimum(length, rows.S), low)
@@ -291,7 +293,7 @@ def scan(
     first = part * (near - 1) // used  # blocks after the sink
     last = (part + 1) * (near - 1) // used
     some = last > first
-    slot = place * rows.S + low + BLOCK
+    slot = home * rows.S + low + BLOCK
     F: gl.constexpr = R4 // 2  # bytes of a token
     C: gl.constexpr = R2 // 4
     m = gl.arange(0, 32, layout=gl.SliceLayout(1, WORDS))
@@ -303,13 +305,13 @@ def scan(
     coarse_at += m[:, None] * (C // 2) + word[None, :]
     # The kernel in front may make codes of the blocks from `done` on. Others it does not touch, but
     # the last of those can share 32 bytes with them, which would stay in the L1 as they were.
-    done = blocks_done(codes.progress, b, low)
+    done = blocks_done(codes.progress, own_row, low)
     soon = some & (1 + gl.minimum(first + CHUNKS, last) < done)
     ahead = load_step(fine_at, coarse_at, first, soon, F, C, EVICT)
     floor = 1
     if hint is not None:  # of the step before
-        floor = lowest_counted(gl.load(hint + place, cache_modifier=".cg"))
-    flags = codes.odd + place * chunks
+        floor = lowest_counted(gl.load(hint + home, cache_modifier=".cg"))
+    flags = codes.odd + home * chunks
     bad = _any_odd(flags, 1 + first, gl.minimum(1 + last, done)) > 0
     if PDL:
         _begin()
@@ -367,6 +369,8 @@ def scan(
     bins = gl.arange(0, BINS, layout=FLAT)
     total = scanned.total + place * BINS
     shares = scanned.shares + slot
+    if STEPS.QUERIES > 1:
+        shares += (place - home) * rows.S
     if counted is not None:
         counted += place * (rows.S // NOTED)
     for block in range(first, last, CHUNKS):

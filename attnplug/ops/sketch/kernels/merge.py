@@ -1,6 +1,6 @@
 """The Triton kernel of `merge_sketch`."""
 
-from attnplug.ops.common.rows import note_progress, row_span
+from attnplug.ops.common.rows import note_progress, row_of, row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import begin, load_variance, near_block
 
@@ -65,6 +65,10 @@ def merge(
         begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = row // group
+    home = place
+    if STEPS.QUERIES > 1:
+        kv_heads = heads // group
+        home = row_of(place // kv_heads, STEPS) * kv_heads + place % kv_heads
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     near_lse, near = _load_pieces(fixed, row, d, D, FIXED)
     base = tl.load(scanned.norm + row, cache_modifier=".cg")
@@ -76,7 +80,7 @@ def merge(
     poison = mass * 0  # NaN where a code may hide one
     value, mean, along, variance = 0.0, 0.0, 0.0, 0.0
     if TAIL != "drop":
-        value = tl.load(v_mean + place * D + d, mask=d < D, other=0.0)
+        value = tl.load(v_mean + home * D + d, mask=d < D, other=0.0)
         variance = tl.sum(load_variance(projected, row, R, RP, 1, 1), 0)
         facts = projected.at + row * projected.columns
         mean = tl.load(facts + R + 1, cache_modifier=".cg")
@@ -139,11 +143,14 @@ def merge(
     if tl.program_id(1) == 0:
         tl.store(output.lse + row, result * 0.6931471805599453)
         if hint is not None:
-            if row % group == 0:
-                tl.store(hint + place, coming)
+            leads = row % group == 0
+            if STEPS.QUERIES > 1:  # the last of a row's queries hands its own on
+                leads = leads & (row // heads % STEPS.QUERIES == STEPS.QUERIES - 1)
+            if leads:
+                tl.store(hint + home, coming)
 
 
 @triton.jit
 def _note(rows, progress, b, STEPS: tl.constexpr, NEW: tl.constexpr):
-    length, low = row_span(rows, b, STEPS, NEW)
+    length, low = row_span(rows, (b + 1) * STEPS.QUERIES - 1, STEPS, NEW)  # of all its tokens
     note_progress(progress, b, low, near_block(tl.minimum(length, rows.S), low))

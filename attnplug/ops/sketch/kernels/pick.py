@@ -1,6 +1,6 @@
 """The Triton kernel of `pick_tokens`."""
 
-from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.rows import row_of, row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
@@ -256,7 +256,8 @@ def pick(
     own = scanned.shares + place * rows.S + since + first * EIGHT
     hinted = 1
     if hint is not None:  # of the step before
-        hinted = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
+        home = row_of(b, STEPS) * tl.num_programs(1) + h
+        hinted = lowest_counted(tl.load(hint + home, cache_modifier=".cg"))
     begin(PDL)
     direct = per <= EACH
     listed = notes.listed

@@ -9,7 +9,7 @@ from attnplug.ops.common.attend import (
     load_tile,
     source_of,
 )
-from attnplug.ops.common.rows import blocks_done, row_span, shown
+from attnplug.ops.common.rows import blocks_done, row_of, row_span, shown
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
 from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, CHUNK, near_block
 from attnplug.ops.sketch.kernels.encode import encode_chunks
@@ -31,6 +31,7 @@ def _project(
     queries,
     projected,
     place,
+    home,
     first,
     scale,
     SHAPE: tl.constexpr,
@@ -53,7 +54,7 @@ def _project(
             q_at + (d0 + d)[None, :], mask=(r < GROUP)[:, None] & inside[None, :], other=0.0
         ).to(tl.float32)
         matrix = tl.load(
-            queries + (place * D + d0 + d)[:, None] * columns + c[None, :],
+            queries + (home * D + d0 + d)[:, None] * columns + c[None, :],
             mask=inside[:, None] & (c < columns)[None, :],
             other=0.0,
         )
@@ -119,7 +120,8 @@ def prepare(
     PRECISION: tl.constexpr,
 ):
     """One piece of the fixed part, a few columns of the projection, or in the chain the codes of a
-    block that has left the fixed part. There the last program clears the chain's histogram and the
+    block that has left the fixed part. The queries of a row may make the same codes at once: they
+    store the same. There the last program clears the chain's histogram and the
     marks of `pick`, writes the new token to the cache, and the query to its place in `recent`, a
     ring of RING queries a head."""
     if PDL:
@@ -135,6 +137,8 @@ def prepare(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
+    row = row_of(b, STEPS)
+    home = row * tl.num_programs(1) + h
     NEW: tl.constexpr = 0 if token is None else 1
     length, low = row_span(rows, b, STEPS, NEW)
     room = length <= rows.S
@@ -146,12 +150,12 @@ def prepare(
     if part < SLOTS:
         d = tl.arange(0, DP)
         in_group = (r < GROUP)[:, None]
-        source = source_of(cache, token, b, h)
+        source = source_of(cache, token, row, h)
         attend_split(
             query=tl.load(q_at + d[None, :], mask=in_group & (d < D)[None, :], other=0.0),
             first=0,
             last=PIECE // TURNS.TILE,
-            way=Way(source, cache, token, rows, b, low, length, part * PIECE),
+            way=Way(source, cache, token, rows, row, low, length, part * PIECE),
             piece=Piece(part, SLOTS, 0, h, b, tl.num_programs(1) * GROUP, 0),
             T=1,
             output=fixed,
@@ -165,7 +169,7 @@ def prepare(
         )
     elif part < BEFORE:
         first = (part - SLOTS) * COUNT
-        _project(q_at, queries, projected, place, first, q_scale, SHAPE, COUNT)
+        _project(q_at, queries, projected, place, home, first, q_scale, SHAPE, COUNT)
     elif part == BEFORE + CODERS:
         d = tl.arange(0, DP)
         if total is not None:
@@ -192,10 +196,10 @@ def prepare(
             tl.store(recent + ring * D + d[None, :], query, mask=shown_d)
     elif CODERS > 0:
         PER: tl.constexpr = BLOCK // CHUNK
-        done = tl.maximum(blocks_done(codes.progress, b, low), 1)
+        done = tl.maximum(blocks_done(codes.progress, row, low), 1)
         mask_at = rows.key_mask
         if rows.key_mask is not None:
-            mask_at = rows.key_mask + b * rows.mask_b
+            mask_at = rows.key_mask + row * rows.mask_b
         encode_chunks(
             cache=cache,
             encoder=encoder,
@@ -205,8 +209,8 @@ def prepare(
             end=near_block(length, low) * PER,
             step=CODERS,
             low=low,
-            place=place,
-            b=b,
+            place=home,
+            b=row,
             h=h,
             S=rows.S,
             chunks=chunks,

@@ -1,6 +1,6 @@
 """The Triton kernel of `scan_sketch`."""
 
-from attnplug.ops.common.rows import blocks_done, row_span
+from attnplug.ops.common.rows import blocks_done, row_of, row_span
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.sketch.kernels.codes import (
     BINS,
@@ -65,6 +65,8 @@ def scan(
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     place = b * tl.num_programs(1) + h
+    own_row = row_of(b, STEPS)
+    home = own_row * tl.num_programs(1) + h
     row = place * GROUP
     length, low = row_span(rows, b, STEPS, NEW)
     near = near_block(tl.minimum(length, rows.S), low)
@@ -112,23 +114,25 @@ def scan(
     shift = offset if CAPPED else offset - base
 
     since = low + BLOCK + first * BLOCK
-    slot = place * rows.S + since + n
+    slot = home * rows.S + since + n
     fine_at = codes.fine + slot[:, None] * (R4 // 2) + tl.arange(0, R4 // 2)[None, :]
     coarse_at = codes.coarse + slot[:, None] * (R2 // 4) + tl.arange(0, R2 // 4)[None, :]
     shares_at = scanned.shares + slot
+    if STEPS.QUERIES > 1:
+        shares_at += (place - home) * rows.S
     counted_at = counted
     if counted is not None:
         counted_at += place * (rows.S // NOTED) + first * (BLOCK // NOTED)
     mask_at = rows.key_mask
     if rows.key_mask is not None:
-        mask_at = rows.key_mask + b * rows.mask_b + since + n
+        mask_at = rows.key_mask + own_row * rows.mask_b + since + n
     mass = tl.zeros([TILE, HEADS], tl.float32)
     moment = tl.zeros([TILE, HEADS], tl.float32)
     visible = tl.zeros([TILE], tl.int32)
     floor = 1  # lowest bin that is counted
     due = 1
     if hint is not None:
-        floor = lowest_counted(tl.load(hint + place, cache_modifier=".cg"))
+        floor = lowest_counted(tl.load(hint + home, cache_modifier=".cg"))
         due = tl.where(floor > 1, -1, 1)
     for i in tl.range(0, (last - first + PER - 1) // PER, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         at = i * TILE  # times 32 bytes it stays below 2^31
@@ -177,14 +181,14 @@ def scan(
 
     tl.atomic_add(total, tl.sum(visible, 0), sem="relaxed")
     wrong = tl.zeros([BINS], tl.int32)
-    flags = codes.odd + place * chunks
+    flags = codes.odd + home * chunks
     end = (1 + last) * (BLOCK // CHUNK)
     for j in range((1 + first) * (BLOCK // CHUNK), end, BINS):
         there = j + bins < end
         wrong |= (tl.load(flags + j + bins, mask=there, other=0) != 0).to(tl.int32)
     bad = tl.max(wrong, 0) > 0
     if CHECKED:
-        bad = bad | (blocks_done(codes.progress, b, low) < near) & (near > 1)
+        bad = bad | (blocks_done(codes.progress, own_row, low) < near) & (near > 1)
     poison = tl.where(bad, float("nan"), 0.0)
     sums = scanned.sums + ((row + g) * scanned.parts + part) * 2
     tl.store(sums, tl.sum(mass, 0) + poison, mask=in_group)

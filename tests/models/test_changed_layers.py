@@ -1,0 +1,126 @@
+"""A model whose layers are taken out, put elsewhere or doubled after `apply`: its tokens are those
+of the model as it is now, or the call is refused, and `remove` leaves nothing on any layer."""
+
+import copy
+
+import pytest
+import torch
+from test_regional import tokens_of
+from torch import nn
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, StaticCache
+
+import attnplug
+from attnplug.errors import UnsupportedCallError, UnsupportedModelError
+from attnplug.models.hf import binding_of
+from attnplug.models.hook import hooks_of
+from attnplug.models.names import CACHE
+from attnplug.testing.policy import tiny_model
+
+GATHER = "gather(k=64, block=16, sink=1, local=2, min_tokens=0)"
+AGAIN = "attnplug.remove.* and apply again"
+TOKENS = 12
+
+
+def model_of(device):
+    return tiny_model(device=device, num_hidden_layers=3)
+
+
+def count_anew(model, layers):
+    model.model.layers = nn.ModuleList(layers)
+    model.config.num_hidden_layers = len(layers)
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
+
+
+def drop_the_first(model):
+    count_anew(model, list(model.model.layers)[1:])
+
+
+def turn_around(model):
+    count_anew(model, list(model.model.layers)[::-1])
+
+
+def double_the_first(model):
+    layers = list(model.model.layers)
+    count_anew(model, [*layers, copy.deepcopy(layers[0])])
+
+
+@pytest.mark.parametrize("change", [drop_the_first, turn_around, double_the_first])
+def test_layers_that_moved_in_the_cache_are_refused_until_applied_again(change, device):
+    model = model_of(device)
+    stock = copy.deepcopy(model)
+    attnplug.apply(model, GATHER)
+    tokens_of(model, tokens=TOKENS)
+    change(model)
+    change(stock)
+    with pytest.raises(UnsupportedCallError, match=AGAIN):
+        tokens_of(model, tokens=TOKENS)
+    with pytest.raises(UnsupportedModelError, match=AGAIN):
+        attnplug.report(model)
+    attnplug.remove(model)
+    assert not any(binding_of(each) or hooks_of(each) for each in model.modules())
+    attnplug.apply(model, GATHER)
+    wanted = tokens_of(stock, tokens=TOKENS, disable_compile=True)
+    assert tokens_of(model, tokens=TOKENS, disable_compile=True) == wanted
+
+
+def test_report_tells_of_a_layer_that_came_later(device):
+    model = attnplug.apply(model_of(device), GATHER)
+    model.model.layers[0].self_attn = model_of(device).model.layers[0].self_attn
+    with pytest.raises(UnsupportedModelError, match=AGAIN):
+        attnplug.report(model)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["static", "make_cache"])
+def test_layers_in_another_order_know_a_first_prompt_from_the_next(own, device):
+    """Each keeps its place in the cache, and another one runs first."""
+    model = model_of(device)
+    stock = copy.deepcopy(model)
+    attnplug.apply(model, GATHER)
+    for each in (model, stock):
+        each.model.layers = nn.ModuleList(list(each.model.layers)[::-1])
+    ids = torch.randint(3, 97, (2, 4 * TOKENS), generator=torch.Generator().manual_seed(1))
+
+    @torch.no_grad()
+    def logits(of, cache):
+        parts = ids.to(device).split(TOKENS, 1)
+        return torch.cat([of(part, **{CACHE: cache}, use_cache=True).logits for part in parts])
+
+    room = 8 * TOKENS
+    cache = attnplug.make_cache(model, room) if own else StaticCache(model.config, room)
+    wanted = logits(stock, StaticCache(stock.config, room))
+    assert (logits(model, cache) - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_a_mask_that_is_wider_than_a_window_is_refused_as_stock_does(device):
+    """Its first columns are about keys that the window has forgotten."""
+    fields = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, **fields,
+    )  # fmt: skip
+    model: Gemma3ForCausalLM = Gemma3ForCausalLM(config).eval().to(device)
+    ids = torch.randint(3, 97, (1, 40), device=device)
+    mask = torch.ones(1, 1, 1, 41, dtype=torch.bool, device=device)
+
+    @torch.no_grad()
+    def step(kind):
+        cache = DynamicCache(config=model.config)
+        model(ids, **{CACHE: cache}, use_cache=True)
+        with pytest.raises(kind):
+            model(ids[:, :1], attention_mask=mask, **{CACHE: cache}, use_cache=True)
+
+    step(RuntimeError)
+    with attnplug.applied(model, "dense"):
+        step(UnsupportedCallError)
+
+
+def test_a_step_with_a_mask_of_more_keys_than_there_are_is_refused(device):
+    model = attnplug.apply(model_of(device), "dense")
+    cache = DynamicCache(config=model.config)
+    ids = torch.randint(3, 97, (1, 40), device=device)
+    mask = torch.ones(1, 1, 1, 45, dtype=torch.bool, device=device)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache}, use_cache=True)
+        with pytest.raises(UnsupportedCallError, match="45 keys"):
+            model(ids[:, :1], attention_mask=mask, **{CACHE: cache}, use_cache=True)

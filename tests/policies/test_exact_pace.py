@@ -1,0 +1,240 @@
+"""exact: how many drafts a round makes, and whether rounds go on."""
+
+import pytest
+import torch
+from exact_cases import GVR, ROWS, SAMPLED, SKETCH, call, exact, ids_of, rows_of, tally, windowed
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import attnplug
+from attnplug.models import pace, rounds
+from attnplug.policies import exact as policy
+from attnplug.testing import tiny_model
+
+
+@pytest.fixture
+def model(device):
+    made = tiny_model(device=device)
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+def drafts_of_rounds(model, monkeypatch, policy, ids=None, **options):
+    """How many drafts each round of a call made, which gives dense's tokens."""
+    made, judge = [], rounds.Rounds._verify
+    note = lambda self, drafts, *a: made.append(drafts) or judge(self, drafts, *a)  # noqa: E731
+    monkeypatch.setattr(rounds.Rounds, "_verify", note)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, new=60, **options)
+    with attnplug.applied(model, policy):
+        assert call(model, ids, new=60, **options)[0] == wanted
+        found, text = tally(model), str(attnplug.report(model))
+    assert found.drafted == sum(made) and found.rounds == len(made)
+    assert f"rounds of {sum(made) / len(made):.2g} drafts" in text
+    return made
+
+
+def test_auto_drafts_as_many_as_are_accepted(model, monkeypatch):
+    """A draft that reads all is right each time, one that is always wrong hardly ever."""
+    assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))[-2:] == [8, 8]
+    judge = rounds.Rounds._verify
+
+    def wrong(self, *args):
+        self.feed.tokens[:, 1:] = 96  # which dense chooses now and then
+        judge(self, *args)
+
+    monkeypatch.setattr(rounds.Rounds, "_verify", wrong)
+    made = drafts_of_rounds(model, monkeypatch, exact("gather", "auto"))
+    assert made[0] == 5 and set(made[12:]) == {1}
+
+
+def test_what_a_round_has_not_drafted_is_not_accepted(model, monkeypatch):
+    """Behind the one draft of each round stands what dense will choose."""
+    with attnplug.applied(model, "dense"):
+        _, text = call(model, new=60)
+    monkeypatch.setattr(pace.Pace, "next", lambda self: 1)
+    judge = rounds.Rounds._verify
+
+    def fill(self, drafts, options):
+        more = text[0, self.lengths[0] + drafts :][: self.most - drafts]
+        self.feed.tokens[0, drafts + 1 : drafts + 1 + len(more)] = more
+        judge(self, drafts, options)
+
+    monkeypatch.setattr(rounds.Rounds, "_verify", fill)
+    assert drafts_of_rounds(model, monkeypatch, exact("gather", "auto")) == [1] * 30
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.8, 0.95, 0.999])
+def test_the_next_round_has_most_tokens_for_its_time(p):
+    made = pace.Pace(8, accepted=10 * p, judged=10)
+    draws = torch.rand((200_000, 8), generator=torch.Generator().manual_seed(3)) < p
+    tokens = [1 + draws[:, :n].int().cumprod(1).sum(1).float().mean() for n in range(1, 9)]
+    rates = [float(x) / (n + pace.ASKED.verification) for n, x in enumerate(tokens, 1)]
+    assert rates[made.next() - 1] > 0.995 * max(rates)
+
+
+def test_a_pace_forgets():
+    made = pace.Pace(8)
+    for _ in range(20):
+        made.note(0, 8)
+    assert made.next() == 1
+    for _ in range(16):
+        made.note(8, 8)
+    assert made.next() == 8
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Rounds by the policy's own choice, over caches that weigh as much as the weights do."""
+    for table in (policy.CROSSOVER, policy.ROW_CROSSOVER):
+        monkeypatch.setitem(table, "cpu", 1)
+        monkeypatch.setitem(table, "cuda", 1)
+    monkeypatch.setattr(rounds, "costs_of", lambda *about: pace.Costs(1.5, 1.6))
+
+
+def wrong_from(count, monkeypatch):
+    """Drafts of which none is dense's from a call's round `count` on."""
+    judge = rounds.Rounds._verify
+
+    def wrong(self, *args):
+        if self.tally.rounds + (self.unread is not None) >= count:
+            tokens = self.feed.tokens
+            tokens[:, 1:] = (tokens[:, 1:] + 1) % 60
+        judge(self, *args)
+
+    monkeypatch.setattr(rounds.Rounds, "_verify", wrong)
+
+
+def defaults(draft, m):
+    return f"exact(draft={draft!r}, m={m!r})"
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("m", [4, "auto"])
+@pytest.mark.parametrize("draft", ["gather", GVR, SKETCH])
+@pytest.mark.parametrize("what", ["one row", *ROWS])
+def test_rounds_end_where_they_do_not_pay(model, chosen, what, draft, m, options, monkeypatch):
+    ids, more = (ids_of(), {}) if what == "one row" else rows_of(what, model)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, new=40, **options, **more)
+    wrong_from(2, monkeypatch)
+    with attnplug.applied(model, defaults(draft, m)):
+        assert call(model, ids, new=40, **options, **more)[0] == wanted
+        found, text = tally(model), str(attnplug.report(model))
+    assert found.ended and 0 < found.rounds < 14
+    assert "dense steps decoded the rest" in text
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("what", ["one row", *ROWS])
+def test_windows_move_on_with_dense_steps(device, chosen, what, options, monkeypatch):
+    hybrid = windowed(device)
+    ids, more = (ids_of(), {}) if what == "one row" else rows_of(what, hybrid)
+    with attnplug.applied(hybrid, "dense"):
+        wanted, _ = call(hybrid, ids, new=45, **more, **options)
+        after = torch.rand(3, device=hybrid.device)
+    wrong_from(2, monkeypatch)
+    with attnplug.applied(hybrid, defaults("gather", 4)):
+        for _ in range(2):
+            assert call(hybrid, ids, new=45, **more, **options)[0] == wanted
+            assert torch.equal(torch.rand(3, device=hybrid.device), after)
+            assert tally(hybrid).ended
+
+
+def test_a_row_that_has_ended_stays_at_its_position(device, chosen, monkeypatch):
+    """Learned positions: one row is far ahead when rounds end, and the others go on without it."""
+    config = GPT2Config(
+        vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=150 + 60 + 8, eos_token_id=None,
+        bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).to(device).eval()
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids_of(rows=2), new=60)
+    judge = rounds.Rounds._verify
+
+    def wrong(self, *args):
+        self.feed.tokens[1, 1:] = (self.feed.tokens[1, 1:] + 1) % 60
+        judge(self, *args)
+
+    monkeypatch.setattr(rounds.Rounds, "_verify", wrong)
+    monkeypatch.setattr(pace.Pace, "pays", lambda self: self.judged < 30)
+    fed, step = [], rounds.dense_step
+    note = lambda model, cache, *a: fed.append(a[1].max().item()) or step(model, cache, *a)  # noqa: E731
+    monkeypatch.setattr(rounds, "dense_step", note)
+    with attnplug.applied(model, defaults("gather", 4)):
+        assert call(model, ids_of(rows=2), new=60)[0] == wanted
+        assert tally(model).ended
+    assert len(fed) > 20 and max(fed) < 150 + 60
+
+
+def test_rounds_that_pay_go_on(model, chosen):
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, new=60)
+    with attnplug.applied(model, defaults("gather", 4)):
+        assert call(model, new=60)[0] == wanted
+        assert not tally(model).ended and tally(model).accepted > 40
+
+
+def test_asked_for_they_go_on_whatever_they_cost(model, chosen, monkeypatch):
+    wrong_from(0, monkeypatch)
+    with attnplug.applied(model, exact("gather", 4)):
+        call(model, new=40)
+        assert not tally(model).ended and tally(model).rounds == 39
+
+
+@pytest.mark.parametrize("what", ["rows", "padded rows"])
+def test_holes_are_closed_for_dense_steps_too(model, chosen, what, monkeypatch):
+    ids, more = rows_of(what, model)
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, ids, new=90, **more)
+    wrong_from(1, monkeypatch)
+    closed, close = [], rounds.close_holes
+    note = lambda *a: closed.append(a) or close(*a)  # noqa: E731
+    monkeypatch.setattr(rounds, "close_holes", note)
+    with attnplug.applied(model, defaults("gather", 4)):
+        assert call(model, ids, new=90, **more)[0] == wanted
+        assert tally(model).ended
+    assert closed
+
+
+@pytest.mark.parametrize("draft", ["gather", "gvr(k=256)", "sketch(k=256)"])
+def test_the_next_turn_drafts_over_what_dense_steps_wrote(model, chosen, draft, monkeypatch):
+    """A cache that is kept: summaries, codes and counts know the tokens of both kinds of steps."""
+    ids = ids_of()
+    answers = {}
+    for name in ("dense", defaults(draft, 4)):
+        with attnplug.applied(model, name), monkeypatch.context() as patched:
+            cache = attnplug.make_cache(model, 400)
+            if name != "dense":
+                wrong_from(1, patched)
+            first, out = call(model, ids, new=60, past_key_values=cache)
+            if name != "dense":
+                assert tally(model).ended
+            patched.undo()
+            longer = torch.cat([out, ids_of(20, seed=5).to(out.device)], 1)
+            answers[name] = first, call(model, longer, new=60, past_key_values=cache)[0]
+            if name != "dense":
+                assert not tally(model).ended and tally(model).accepted > 20
+    assert answers["dense"] == answers[defaults(draft, 4)]
+
+
+def test_what_pays():
+    """Four drafts and a verification of 1.6 take 5.6 drafts, in which dense makes 3.7 tokens."""
+    costs = pace.Costs(dense=1.5, verification=1.6)
+    rates = {p: (1 - p**5) / (1 - p) / 5.6 * 1.5 for p in (0.6, 0.75, 0.85, 0.95)}
+    for p, rate in rates.items():
+        made = pace.Pace(4, False, costs, accepted=20 * p, judged=20)
+        assert made.pays() is (rate >= pace.ENOUGH)
+    assert {rate >= pace.ENOUGH for rate in rates.values()} == {True, False}
+    assert pace.Pace(4, False, accepted=0, judged=20).pays()
+
+
+def test_costs_are_of_the_cache_beside_the_weights(model):
+    with attnplug.applied(model, "exact"):
+        cache = attnplug.make_cache(model, 300)
+        with torch.no_grad():
+            model(ids_of(200).to(model.device), past_key_values=cache)
+        found = pace.costs_of(model, cache.layers, 100)
+    held = sum(2 * layer.keys[:, :, :100].nbytes for layer in cache.layers)
+    weights = sum(each.nbytes for each in model.parameters())
+    assert found == pytest.approx((1 + 0.5 * held / weights, 1 + 0.6 * held / weights))
