@@ -112,7 +112,8 @@ class Auto(Phase):
     """A choice among the measured methods, for each layer.
 
     quality: "faithful" takes only methods that no measured row puts outside dense's interval, at
-    lengths where it gives them a part of the work. "fast" takes the fastest.
+    lengths where it gives them a part of the work, but for the one that docs/methods/auto.md names.
+    "fast" takes the fastest.
     """
 
     quality: str = "faithful"

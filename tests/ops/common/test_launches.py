@@ -63,6 +63,7 @@ SCALE = "pair", "out", "N", "FACTOR"
 
 @pytest.fixture(autouse=True)
 def stream(monkeypatch):
+    monkeypatch.setattr(launches, "REPEATING", True)
     active = types.SimpleNamespace(get_current_stream=lambda index: 7)
     monkeypatch.setattr(launches, "driver", types.SimpleNamespace(active=active))
 
