@@ -57,10 +57,7 @@ def store_piece(
         out_at = output.out + row[:, None] * D + d[None, :]
     else:
         row = row * splits + split
-        lse_at = output.pieces_lse
-        if output.pieces_lse is None:
-            lse_at = output.pieces + rows * splits * D
-        tl.store(lse_at + row, result, mask=in_group)
+        tl.store(output.pieces + rows * splits * D + row, result, mask=in_group)
         out_at = output.pieces + row[:, None] * D + d[None, :]
     tl.store(
         out_at,

@@ -78,7 +78,6 @@ class Output(NamedTuple):
     out: Any = None
     lse: Any = None
     sinks: Any = None
-    pieces_lse: Any = None  # behind the pieces, where it is None
 
 
 class Shape(NamedTuple):

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card
@@ -24,18 +23,10 @@ from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
-from attnplug.ops.common.views import (
-    Output,
-    cache_of,
-    query_of,
-    rows_of,
-    shape_of,
-    steps_of,
-    token_of,
-)
+from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of, token_of
 from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
 from attnplug.ops.sketch.kernels import prepare as kernels
-from attnplug.ops.sketch.kernels.codes import Code, projection_of
+from attnplug.ops.sketch.kernels.codes import Code, pieces_of, projection_of
 from attnplug.ops.sketch.state import BLOCK, Codes
 
 NAME = "sketch_prepare"
@@ -214,7 +205,7 @@ def launch_prepare_query(
         recent=recent,
         queries=queries,
         projected=projection_of(projected),
-        fixed=Output(fixed_out, pieces_lse=fixed_lse),
+        fixed=pieces_of(fixed_out, fixed_lse),
         total=total,
         marks=marks,
         encoder=encoder,
@@ -226,7 +217,7 @@ def launch_prepare_query(
         mark_count=0 if marks is None else marks.shape[2],
         RING=1 if recent is None else recent.shape[2],
         SHAPE=shape_of(q, k),
-        TURNS=Turns(16 if wide > 512 else 32 if wide > 256 else 64, STAGES=1),
+        TILE=16 if wide > 512 else 32 if wide > 256 else 64,
         PROGRAMS=programs,
         COUNT=COLUMNS,
         MARKS=1 if marks is None else triton.next_power_of_2(marks.shape[2]),

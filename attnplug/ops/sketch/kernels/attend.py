@@ -1,9 +1,8 @@
 """The Triton kernel of `attend_picks`."""
 
 from attnplug.ops.common.rows import row_of
-from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import tl, triton
-from attnplug.ops.common.views import Output, begin_of
+from attnplug.ops.common.views import begin_of
 from attnplug.ops.sketch.kernels.codes import (
     LARGEST,
     begin,
@@ -16,6 +15,7 @@ from attnplug.ops.sketch.kernels.codes import (
     unpack_coarse,
     unpack_fine,
 )
+from attnplug.ops.sketch.kernels.prepare import store_partial
 
 SUMS = tl.constexpr(4)  # of a piece: Z, U, and over the lower half exact and estimated weights
 
@@ -176,20 +176,8 @@ def attend(
         acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         top = best
 
-    store_piece(
-        top=top,
-        total=total,
-        acc=acc,
-        output=Output(pieces.out, None, None, None, pieces.lse),
-        head=r,
-        row=(row + r) * pieces.number + piece,
-        rows=0,
-        d=d,
-        in_group=in_group,
-        in_width=in_width,
-        split=0,
-        splits=1,
-        D=D,
+    store_partial(
+        top, total, acc, pieces, (row + r) * pieces.number + piece, d, in_group, in_width, D
     )
     g = tl.arange(0, HEADS)
     sums = pick_sums + ((row + g) * pieces.number + piece) * SUMS

@@ -1,16 +1,11 @@
 """The Triton kernel of `prepare_query`."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from attnplug.ops.common.attend import (
-    Piece,
-    Source,
-    attend_split,
-    load_tile,
-    source_of,
-)
 from attnplug.ops.common.rows import blocks_done, row_of, row_span, shown
+from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.triton import gdc_launch_dependents, tl, triton
+from attnplug.ops.common.views import begin_of
 from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, CHUNK, near_block
 from attnplug.ops.sketch.kernels.encode import encode_chunks
 
@@ -63,29 +58,82 @@ def _project(
     tl.store(at, acc * scale, mask=(r < GROUP)[:, None] & (c < columns)[None, :])
 
 
-class Way(NamedTuple):
-    """What a program knows of its piece before the first turn."""
-
-    source: Source
-    cache: Any
-    token: Any
-    rows: Any
-    b: Any
-    low: Any
-    length: Any
-    first: Any  # slot of the fixed part
+@triton.jit
+def _token_at(cache, new, at, position, s_stride, NEW: tl.constexpr):
+    """Where the keys (values) of the tokens `at` are: the newest one's is not in the cache yet."""
+    token_at = cache + at.to(tl.int64) * s_stride
+    if NEW:
+        token_at = tl.where(at == position, new, token_at)
+    return token_at
 
 
 @triton.jit
-def _read_fixed(i, way, SHAPE: tl.constexpr, KEEP: tl.constexpr, TURNS: tl.constexpr):
-    """The keys of turn i: the row's first block, then its last ones."""
-    slot = way.first + i * TURNS.TILE + tl.arange(0, TURNS.TILE)
-    near = (near_block(way.length, way.low) - 1) * BLOCK
-    at = way.low + slot + tl.where(slot < BLOCK, 0, near)
-    seen = shown(way.rows, way.b, at, at < way.length)
-    newest = way.length - 1
-    key, value = load_tile(way.source, way.cache, way.token, at, newest, 0, 0, seen, SHAPE, "")
-    return key, value, seen
+def _attend_piece(
+    q_at,
+    cache,
+    rows,
+    token,
+    output,
+    piece,
+    b,
+    h,
+    place,
+    length,
+    low,
+    scale,
+    cap,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """A group's queries against one piece of the tokens that are read exactly. The last one
+    may be a `token` that is not in the cache yet."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    NEW: tl.constexpr = 0 if token is None else 1
+    k_at, v_at = begin_of(cache, b, h)
+    new_k, new_v = k_at, v_at
+    if token is not None:
+        new_k = token.k + b * token.k_b + h * token.k_h
+        new_v = token.v + b * token.v_b + h * token.v_h
+    row = place * GROUP
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    in_group = r < GROUP
+    in_width = d < D
+    query = tl.load(q_at + d[None, :], mask=in_group[:, None] & in_width[None, :], other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for i in tl.range(0, PIECE // TILE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        slot = piece * PIECE + i * TILE + tl.arange(0, TILE)
+        at = low + slot + tl.where(slot < BLOCK, 0, (near_block(length, low) - 1) * BLOCK)
+        seen = shown(rows, b, at, at < length)
+        loadable = seen[:, None] & in_width[None, :]
+        key_at = _token_at(k_at, new_k, at, length - 1, cache.k_s, NEW)
+        value_at = _token_at(v_at, new_v, at, length - 1, cache.v_s, NEW)
+        key = tl.load(key_at[:, None] + d[None, :], mask=loadable, other=0.0)
+        value = tl.load(value_at[:, None] + d[None, :], mask=loadable, other=0.0)
+        top, total, acc = attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED)
+    store_partial(top, total, acc, output, (row + r) * SLOTS + piece, d, in_group, in_width, D)
+
+
+@triton.jit
+def store_partial(top, total, acc, pieces, place, d, in_group, in_width, D: tl.constexpr):
+    """The result of a piece, its log-sum-exp to the base 2."""
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    result = tl.where(empty, float("-inf"), base + tl.log2(divisor))
+    tl.store(pieces.lse + place, result, mask=in_group)
+    tl.store(
+        pieces.out + place[:, None] * D + d[None, :],
+        acc / divisor[:, None],
+        mask=in_group[:, None] & in_width[None, :],
+    )
 
 
 @triton.jit
@@ -109,7 +157,7 @@ def prepare(
     mark_count,
     RING: tl.constexpr,
     SHAPE: tl.constexpr,
-    TURNS: tl.constexpr,
+    TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     COUNT: tl.constexpr,
     MARKS: tl.constexpr,
@@ -148,23 +196,23 @@ def prepare(
     r = tl.arange(0, ROWS)
     q_at = q.at + b * q.b + (h * GROUP + r).to(tl.int64)[:, None] * q.h
     if part < SLOTS:
-        d = tl.arange(0, DP)
-        in_group = (r < GROUP)[:, None]
-        source = source_of(cache, token, row, h)
-        attend_split(
-            query=tl.load(q_at + d[None, :], mask=in_group & (d < D)[None, :], other=0.0),
-            first=0,
-            last=PIECE // TURNS.TILE,
-            way=Way(source, cache, token, rows, row, low, length, part * PIECE),
-            piece=Piece(part, SLOTS, 0, h, b, tl.num_programs(1) * GROUP, 0),
-            T=1,
+        _attend_piece(
+            q_at=q_at,
+            cache=cache,
+            rows=rows,
+            token=token,
             output=fixed,
+            piece=part,
+            b=row,
+            h=h,
+            place=place,
+            length=length,
+            low=low,
             scale=scale,
             cap=cap,
-            READ=_read_fixed,
             SHAPE=SHAPE,
-            KEEP=None,
-            TURNS=TURNS,
+            TILE=TILE,
+            SLOTS=SLOTS,
             CAPPED=CAPPED,
         )
     elif part < BEFORE:
