@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import (
     BLOCKS,
     WIDE_HEAD_DIMS,
@@ -48,7 +47,7 @@ from attnplug.ops.common.views import (
     token_of,
 )
 from attnplug.ops.gather.attend_plan import looked_up, plan_for
-from attnplug.ops.gather.kernels.attend import attend_kept
+from attnplug.ops.gather.kernels.attend import Turns, attend_kept
 from attnplug.ops.gather.kernels.slots import Keep
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
@@ -46,6 +45,7 @@ from attnplug.ops.gather.gather_pieces import (
     pieces_on_cpu,
     step_of,
 )
+from attnplug.ops.gather.kernels.attend import Turns
 from attnplug.ops.gather.kernels.attend_rows import attend_rows
 from attnplug.ops.gather.kernels.slots import Keep
 from attnplug.ops.gather.select_blocks import launch_choice, launch_scores

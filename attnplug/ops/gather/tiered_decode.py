@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_tensor, check_token
 from attnplug.ops.common.define import arguments_of, define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
@@ -310,7 +309,6 @@ def launch_tiered_decode(*args, plan=None):
         scores = launch_scores(*selection(call, lengths), new=new)
         where = lengths, start, blocks, index
         launch_choice(scores, k, call.progress, block, top_k, call.local, *where, new=new)
-    padded = next_power_of_two(max(1, sink + top_k))
     both: dict[str, Any] = {
         "index": index,
         "near": near,
@@ -318,6 +316,7 @@ def launch_tiered_decode(*args, plan=None):
         "place": place,
         "SLOTS": count,
         "KEEP": keep,
+        "MP": next_power_of_two(max(1, sink + top_k)),
         "STEPS": steps_of(lengths, start),
         "PDL": pdl,
         **dependent,
@@ -327,7 +326,6 @@ def launch_tiered_decode(*args, plan=None):
         grid=(batch * kv_heads,),
         N=blocks,
         heads=kv_heads,
-        MP=padded,
         RP=next_power_of_two(count),
         NEW=new,
         CHAINED=top_k > 0,
@@ -347,7 +345,8 @@ def launch_tiered_decode(*args, plan=None):
         cap=cap,
         splits=plan.splits,
         SHAPE=shape,
-        TURNS=Turns(plan.tile, plan.stages, AHEAD=padded),
+        TILE=plan.tile,
+        STAGES=plan.stages,
         CAPPED=call.softcap > 0,
         **{"num_warps": plan.warps, **both},
     )

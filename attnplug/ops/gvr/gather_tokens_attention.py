@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.attend import Turns
 from attnplug.ops.common.checks import check_attention_inputs, check_sequence_inputs, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import card, early
@@ -32,7 +31,7 @@ from attnplug.ops.common.sizes import padded_width
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import launch_merge, pieces_of
 from attnplug.ops.common.views import Output, cache_of, query_of, rows_of, shape_of, steps_of
-from attnplug.ops.gvr.kernels.attend_tokens import KeepTokens, attend_tokens
+from attnplug.ops.gvr.kernels.attend_tokens import attend_tokens
 
 NAME = "gather_tokens_attention"
 
@@ -251,10 +250,10 @@ def launch_gather_tokens_attention(
         cap=cap,
         splits=plan.splits,
         SHAPE=shape,
-        KEEP=KeepTokens(sink, window, listed),
-        # Not pipelined: Triton 3.6 silently compiled such a loop over gathered keys to wrong code
-        # (block_sparse_attention).
-        TURNS=Turns(plan.tile, STAGES=1),
+        SINK=sink,
+        WINDOW=window,
+        K=listed,
+        TILE=plan.tile,
         STEPS=steps_of(lengths, start),
         CAPPED=softcap > 0,
         PDL=pdl,

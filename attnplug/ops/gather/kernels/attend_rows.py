@@ -1,18 +1,10 @@
 """The Triton kernel of gather_rows: pieces of far rows, which keep some blocks, and of near rows,
 which are read whole, in one launch over pages."""
 
-from typing import Any, NamedTuple
-
-from attnplug.ops.common.attend import (
-    Piece,
-    Source,
-    attend_split,
-    load_queries,
-    load_tile,
-    source_of,
-)
 from attnplug.ops.common.pages import page_of
 from attnplug.ops.common.rows import row_span
+from attnplug.ops.common.softmax import attend_tile
+from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
 from attnplug.ops.common.views import Rows
 from attnplug.ops.gather.kernels.attend import attend_piece
@@ -56,61 +48,87 @@ def _pages_of_tile(
     return pages
 
 
-class WholeRow(NamedTuple):
-    source: Source
-    cache: Any
-    row_table: Any
-    length: Any
-
-
-@triton.jit
-def _read_whole(i, row, SHAPE: tl.constexpr, ASM: tl.constexpr, TURNS: tl.constexpr):
-    """The keys of turn i, all of a row in their order."""
-    TILE: tl.constexpr = TURNS.TILE
-    PAGE: tl.constexpr = SHAPE.PAGE
-    at = i * TILE + tl.arange(0, TILE)
-    seen = at < row.length
-    pages = _pages_of_tile(row.row_table, i * TILE, row.length, TILE, PAGE, ASM)
-    in_page = (at % PAGE).to(tl.int64)
-    key, value = load_tile(row.source, row.cache, None, at, -1, pages, in_page, seen, SHAPE, "")
-    return key, value, seen
-
-
 @triton.jit
 def _attend_whole(
-    piece,
-    splits,
+    split,
+    h,
+    b,
     length,
+    total_rows,
     q,
     cache,
     output,
     scale,
     cap,
+    splits,
+    places,
     SHAPE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     TURNS: tl.constexpr,
     CAPPED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """One `piece` of `splits` of all keys of a row, as `dense_decode` cuts and adds them up. A row
-    without keys, which pads a batch, gives pieces of weight 0."""
-    h, b = piece.h, piece.b
-    tiles = tl.cdiv(length, TURNS.TILE)
+    """Piece `split` of `splits` of all keys of a row, as `dense_decode` cuts and adds them up. A
+    row without keys, which pads a batch, gives pieces of weight 0."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
+    D: tl.constexpr = SHAPE.D
+    DP: tl.constexpr = SHAPE.DP
+    PAGE: tl.constexpr = SHAPE.PAGE
+    TILE: tl.constexpr = TURNS.TILE
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, TILE)
+    head = h * GROUP + g
+    in_group = g < GROUP
+    in_width = d < D
+    q_at = q.at + b * q.b + head.to(tl.int64)[:, None] * q.h + d[None, :]
+    query = tl.load(q_at, mask=in_group[:, None] & in_width[None, :], other=0.0)
+    tiles = tl.cdiv(length, TILE)
+    first = split * tiles // splits
+    last = (split + 1) * tiles // splits
     row_table = cache.table + b * cache.table_b
-    attend_split(
-        query=load_queries(q, 0, h, b, SHAPE, ""),
-        first=piece.split * tiles // splits,
-        last=(piece.split + 1) * tiles // splits,
-        way=WholeRow(source_of(cache, None, b, h), cache, row_table, length),
-        piece=piece,
-        T=1,
+    k_at = cache.k + h.to(tl.int64) * cache.k_h + d[None, :]
+    v_at = cache.v + h.to(tl.int64) * cache.v_h + d[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for i in tl.range(first, last, num_stages=TURNS.STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        at = i * TILE + n
+        seen = at < length
+        loadable = seen[:, None] & in_width[None, :]
+        pages = _pages_of_tile(row_table, i * TILE, length, TILE, PAGE, ASM)
+        in_page = (at % PAGE).to(tl.int64)
+        key_at = k_at + (pages * cache.k_b + in_page * cache.k_s)[:, None]
+        value_at = v_at + (pages * cache.v_b + in_page * cache.v_s)[:, None]
+        key = tl.load(key_at, mask=loadable, other=0.0)
+        value = tl.load(value_at, mask=loadable, other=0.0)
+        top, total, acc = attend_tile(
+            query=query,
+            key=key,
+            value=value,
+            seen=seen,
+            top=top,
+            total=total,
+            acc=acc,
+            scale=scale,
+            cap=cap,
+            CAPPED=CAPPED,
+        )
+    store_piece(
+        top=top,
+        total=total,
+        acc=acc,
         output=output,
-        scale=scale,
-        cap=cap,
-        READ=_read_whole,
-        SHAPE=SHAPE,
-        KEEP=ASM,
-        TURNS=TURNS,
-        CAPPED=CAPPED,
+        head=head,
+        row=b * (KV_HEADS * GROUP) + head,
+        rows=total_rows,
+        d=d,
+        in_group=in_group,
+        in_width=in_width,
+        split=split,
+        splits=places,
+        D=D,
     )
 
 
@@ -161,31 +179,36 @@ def attend_rows(
     whole_length, _ = row_span(
         Rows(near, None, None, None, rows.S), whole_b.to(tl.int64), NEAR_STEPS
     )
-    heads = KV_HEADS * SHAPE.GROUP
     if has_whole & (other <= 0):  # its keys were there before the first kernel of the step began
-        h = number // whole_splits % KV_HEADS
-        b = whole_b.to(tl.int64)
         _attend_whole(
-            piece=Piece(number % whole_splits, places, 0, h, b, heads, total_rows),
-            splits=whole_splits,
+            split=number % whole_splits,
+            h=number // whole_splits % KV_HEADS,
+            b=whole_b.to(tl.int64),
             length=whole_length,
+            total_rows=total_rows,
             q=q,
             cache=cache,
             output=output,
             scale=scale,
             cap=cap,
+            splits=whole_splits,
+            places=places,
             SHAPE=SHAPE,
+            KV_HEADS=KV_HEADS,
             TURNS=WHOLE_TURNS,
             CAPPED=CAPPED,
             ASM=ASM,
         )
     if has_kept & (length > 0):
         h = number // splits % KV_HEADS
-        b = kept_b.to(tl.int64)
         attend_piece(
-            piece=Piece(number % splits, places, 0, h, b, heads, total_rows),
-            splits=splits,
-            row=b * KV_HEADS + h,
+            split=number % splits,
+            t=0,
+            h=h,
+            b=kept_b.to(tl.int64),
+            row=kept_b.to(tl.int64) * KV_HEADS + h,
+            kv_heads=KV_HEADS,
+            total_rows=total_rows,
             length=length,
             low=low,
             q=q,
@@ -196,6 +219,8 @@ def attend_rows(
             output=output,
             scale=scale,
             cap=cap,
+            splits=splits,
+            places=places,
             SHAPE=SHAPE,
             KEEP=KEEP,
             TURNS=TURNS,

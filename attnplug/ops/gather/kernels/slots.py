@@ -34,14 +34,6 @@ def edge_block(slot, own, KEEP: tl.constexpr):
 
 
 @triton.jit
-def last_seen(slot, j, edge, reach, KEEP: tl.constexpr):
-    """The last key of a slot's block j that is visible: keys are up to `reach`, or none where the
-    slot's block is counted in another slot."""
-    until = tl.where((slot < KEEP.SINK + KEEP.LOCAL) | (j < edge), reach, -0x7FFFFFFF)
-    return tl.where((slot < KEEP.SINK) | (j >= KEEP.SINK), until, -0x7FFFFFFF)
-
-
-@triton.jit
 def look_up(
     slot,
     listed_at,

@@ -1,12 +1,11 @@
 """The Triton kernels of tiered_decode. One gives slots on the GPU to the blocks that a decode step
 wants; the other attends, and reads each block from where it is: ring, slot or host memory."""
 
-from typing import Any, NamedTuple
-
-from attnplug.ops.common.attend import Piece, Source, attend_split, load_queries, source_of
 from attnplug.ops.common.rows import row_span, shown
+from attnplug.ops.common.softmax import attend_tile
+from attnplug.ops.common.splits import store_piece
 from attnplug.ops.common.triton import gdc_launch_dependents, gdc_wait, tl, triton
-from attnplug.ops.gather.kernels.slots import last_seen
+from attnplug.ops.common.views import begin_of
 
 
 @triton.jit
@@ -103,119 +102,29 @@ def _append(new, cache, ring, position, S, W, d, s_stride, D: tl.constexpr):
     tl.store(ring + (position % W) * D + d, x, mask=d < room)
 
 
-class Way(NamedTuple):
-    """What a program knows of its piece before the first turn."""
-
-    source: Source
-    cache: Any
-    token: Any
-    rows: Any
-    b: Any
-    low: Any
-    position: Any  # of the query
-    reach: Any  # the last key that is seen
-    edge: Any  # the first block that no list may name
-    ring_first: Any  # block
-    ring_at: Any
-    slots_at: Any
-    blocks: Any  # those of the sink, then the listed ones
-    places: Any  # of these, as `place_blocks` gives them
-
-
 @triton.jit
 def _token_at(
-    begin,
-    new,
-    token,
+    cache,
     ring,
     slot,
+    new,
     at,
     position,
     offset,
     in_ring,
     in_slot,
+    W,
     s_stride,
-    W: tl.constexpr,
     D: tl.constexpr,
 ):
     """Where the keys (values) of the tokens `at` are: in the ring, in a slot, in the cache, or for
     the newest token in `new`."""
-    token_at = begin + at.to(tl.int64) * s_stride
+    token_at = cache + at.to(tl.int64) * s_stride
     token_at = tl.where(in_slot, slot + offset * D, token_at)
     token_at = tl.where(in_ring, ring + (at % W) * D, token_at)
-    if token is not None:
+    if new is not None:
         token_at = tl.where(at == position, new, token_at)
     return token_at
-
-
-@triton.jit
-def _read_tiered(i, way, SHAPE: tl.constexpr, KEEP: tl.constexpr, TURNS: tl.constexpr):
-    """The keys of turn i, a part of one block. A fetched block is written to its slot."""
-    D: tl.constexpr = SHAPE.D
-    DP: tl.constexpr = SHAPE.DP
-    BLOCK: tl.constexpr = KEEP.BLOCK
-    SINK: tl.constexpr = KEEP.SINK
-    LOCAL: tl.constexpr = KEEP.LOCAL
-    TILE: tl.constexpr = TURNS.TILE
-    W: tl.constexpr = LOCAL * BLOCK
-    source = way.source
-    d = tl.arange(0, DP)
-    n = tl.arange(0, TILE)
-    slot = i * TILE // BLOCK
-    local = (slot >= SINK) & (slot < SINK + LOCAL)
-    mine = tl.arange(0, TURNS.AHEAD) == tl.where(slot < SINK, slot, slot - LOCAL)
-    j = tl.max(tl.where(mine, way.blocks, -1), 0)
-    placed = tl.max(tl.where(mine, way.places, -0x7FFFFFFF), 0)
-    j = tl.where(local, way.ring_first + slot - SINK, j)
-    placed = tl.where(local, -1, placed)
-    until = last_seen(slot, j, way.edge, way.reach, KEEP)
-    offset = i * TILE % BLOCK + n
-    at = way.low + j * BLOCK + offset
-    seen = at <= until
-    in_width = (d < D)[None, :]
-    loadable = seen[:, None] & in_width
-    in_ring, in_slot = j >= way.ring_first, placed >= 0
-    taken = tl.where(in_slot, placed, -2 - placed)
-    slot_at = way.slots_at + taken.to(tl.int64) * (2 * BLOCK * D)
-    key_at = _token_at(
-        begin=source.k,
-        new=source.new_k,
-        token=way.token,
-        ring=way.ring_at,
-        slot=slot_at,
-        at=at,
-        position=way.position,
-        offset=offset,
-        in_ring=in_ring,
-        in_slot=in_slot,
-        s_stride=way.cache.k_s,
-        W=W,
-        D=D,
-    )
-    key = tl.load(key_at[:, None] + d[None, :], mask=loadable, other=0.0, cache_modifier=".cg")
-    value_at = _token_at(
-        begin=source.v,
-        new=source.new_v,
-        token=way.token,
-        ring=way.ring_at + W * D,
-        slot=slot_at + BLOCK * D,
-        at=at,
-        position=way.position,
-        offset=offset,
-        in_ring=in_ring,
-        in_slot=in_slot,
-        s_stride=way.cache.v_s,
-        W=W,
-        D=D,
-    )
-    value = tl.load(value_at[:, None] + d[None, :], mask=loadable, other=0.0, cache_modifier=".cg")
-    fetched = (at <= tl.where(placed < -1, until, -0x7FFFFFFF))[:, None] & in_width
-    tl.store(slot_at + offset[:, None] * D + d[None, :], key, mask=fetched)
-    tl.store(slot_at + (BLOCK + offset)[:, None] * D + d[None, :], value, mask=fetched)
-    if way.rows.key_mask is not None:  # after the load: the slot also holds keys that a mask hides
-        seen = shown(way.rows, way.b, at, seen)
-        value = tl.where(seen[:, None], value, tl.zeros_like(value))
-    return key, value, seen
 
 
 @triton.jit
@@ -234,21 +143,23 @@ def attend_tiered(
     splits,
     SHAPE: tl.constexpr,
     KEEP: tl.constexpr,
-    TURNS: tl.constexpr,
+    MP: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     STEPS: tl.constexpr,
     CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """All heads of one query and KV head against one piece of the kept keys, in the order of
-    `attend_kept`: sink, local, listed."""
+    `attend_kept`: sink, local, listed. A fetched block is written to its slot on the way."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    ROWS: tl.constexpr = SHAPE.ROWS
     D: tl.constexpr = SHAPE.D
     DP: tl.constexpr = SHAPE.DP
     BLOCK: tl.constexpr = KEEP.BLOCK
     SINK: tl.constexpr = KEEP.SINK
     LOCAL: tl.constexpr = KEEP.LOCAL
     K: tl.constexpr = KEEP.K
-    TILE: tl.constexpr = TURNS.TILE
-    MP: tl.constexpr = TURNS.AHEAD
     split = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -258,20 +169,31 @@ def attend_tiered(
     NEW: tl.constexpr = 0 if token is None else 1
     length, low = row_span(rows, b, STEPS, NEW)
     row = b * tl.num_programs(1) + h
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, TILE)
     m = tl.arange(0, MP)
-    query = load_queries(q, 0, h, b, SHAPE, ".cg")
+    head = h * GROUP + g
+    in_group = g < GROUP
+    in_width = d < D
+    q_at = q.at + b * q.b + head.to(tl.int64)[:, None] * q.h + d[None, :]
+    query = tl.load(
+        q_at, mask=in_group[:, None] & in_width[None, :], other=0.0, cache_modifier=".cg"
+    )
     position = length - 1
     reach = tl.minimum(position, rows.S - 1)
-    ring_first = tl.maximum(position - low, 0) // BLOCK - LOCAL + 1
+    ring_first = tl.maximum(position - low, 0) // BLOCK - LOCAL + 1  # first block of the ring
     edge = tl.maximum(ring_first, SINK)
-    source = source_of(cache, token, b, h)
+    k_at, v_at = begin_of(cache, b, h)
     ring_at = near.ring + row * (2 * W * D)
     slots_at = near.slots + row * SLOTS * (2 * BLOCK * D)
+    token_k, token_v = None, None
     if token is not None:
+        token_k = token.k + b * token.k_b + h * token.k_h
+        token_v = token.v + b * token.v_b + h * token.v_h
         if split == splits - 1:
-            d = tl.arange(0, DP)
-            _append(source.new_k, source.k, ring_at, position, rows.S, W, d, cache.k_s, D)
-            _append(source.new_v, source.v, ring_at + W * D, position, rows.S, W, d, cache.v_s, D)
+            _append(token_k, k_at, ring_at, position, rows.S, W, d, cache.k_s, D)
+            _append(token_v, v_at, ring_at + W * D, position, rows.S, W, d, cache.v_s, D)
         # The cache is full: the output shows it.
         scale = tl.where(length > rows.S, float("nan"), scale)
     TILES: tl.constexpr = (SINK + LOCAL + K) * BLOCK // TILE
@@ -294,37 +216,96 @@ def attend_tiered(
             cache_modifier=".cg",
         )
         blocks = tl.where(m < SINK, m, listed)
-    way = Way(
-        source=source,
-        cache=cache,
-        token=token,
-        rows=rows,
-        b=b,
-        low=low,
-        position=position,
-        reach=reach,
-        edge=edge,
-        ring_first=ring_first,
-        ring_at=ring_at,
-        slots_at=slots_at,
-        blocks=blocks,
-        places=places,
-    )
-    heads = tl.num_programs(1) * SHAPE.GROUP
-    attend_split(
-        query=query,
-        first=first,
-        last=last,
-        way=way,
-        piece=Piece(split, splits, 0, h, b, heads, tl.num_programs(2).to(tl.int64) * heads),
-        T=1,
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for i in tl.range(first, last, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        slot = i * TILE // BLOCK
+        local = (slot >= SINK) & (slot < SINK + LOCAL)
+        mine = m == tl.where(slot < SINK, slot, slot - LOCAL)
+        j = tl.max(tl.where(mine, blocks, -1), 0)
+        placed = tl.max(tl.where(mine, places, -0x7FFFFFFF), 0)
+        j = tl.where(local, ring_first + slot - SINK, j)
+        placed = tl.where(local, -1, placed)
+        # Keys of block j are visible up to the query's own position, or none where the slot's block
+        # is counted in another slot.
+        until = tl.where((slot < SINK + LOCAL) | (j < edge), reach, -0x7FFFFFFF)
+        until = tl.where((slot < SINK) | (j >= SINK), until, -0x7FFFFFFF)
+        offset = i * TILE % BLOCK + n
+        at = low + j * BLOCK + offset
+        seen = at <= until
+        loadable = seen[:, None] & in_width[None, :]
+        in_ring = j >= ring_first
+        taken = tl.where(placed >= 0, placed, -2 - placed)
+        slot_at = slots_at + taken.to(tl.int64) * (2 * BLOCK * D)
+        key_at = _token_at(
+            cache=k_at,
+            ring=ring_at,
+            slot=slot_at,
+            new=token_k,
+            at=at,
+            position=position,
+            offset=offset,
+            in_ring=in_ring,
+            in_slot=placed >= 0,
+            W=W,
+            s_stride=cache.k_s,
+            D=D,
+        )
+        key = tl.load(key_at[:, None] + d[None, :], mask=loadable, other=0.0, cache_modifier=".cg")
+        value_at = _token_at(
+            cache=v_at,
+            ring=ring_at + W * D,
+            slot=slot_at + BLOCK * D,
+            new=token_v,
+            at=at,
+            position=position,
+            offset=offset,
+            in_ring=in_ring,
+            in_slot=placed >= 0,
+            W=W,
+            s_stride=cache.v_s,
+            D=D,
+        )
+        value = tl.load(
+            value_at[:, None] + d[None, :], mask=loadable, other=0.0, cache_modifier=".cg"
+        )
+        fetched = at <= tl.where(placed < -1, until, -0x7FFFFFFF)
+        fetched = fetched[:, None] & in_width[None, :]
+        tl.store(slot_at + offset[:, None] * D + d[None, :], key, mask=fetched)
+        tl.store(slot_at + (BLOCK + offset)[:, None] * D + d[None, :], value, mask=fetched)
+        if rows.key_mask is not None:  # after the load: the slot also holds keys that a mask hides
+            seen = shown(rows, b, at, seen)
+            value = tl.where(seen[:, None], value, tl.zeros_like(value))
+        top, total, acc = attend_tile(
+            query=query,
+            key=key,
+            value=value,
+            seen=seen,
+            top=top,
+            total=total,
+            acc=acc,
+            scale=scale,
+            cap=cap,
+            CAPPED=CAPPED,
+        )
+
+    if PDL:
+        gdc_wait()  # kernels that follow must find all earlier ones done
+    heads = tl.num_programs(1) * GROUP
+    store_piece(
+        top=top,
+        total=total,
+        acc=acc,
         output=output,
-        scale=scale,
-        cap=cap,
-        READ=_read_tiered,
-        SHAPE=SHAPE,
-        KEEP=KEEP,
-        TURNS=TURNS,
-        CAPPED=CAPPED,
-        WAITS=PDL,
+        head=head,
+        row=b * heads + head,
+        rows=tl.num_programs(2).to(tl.int64) * heads,
+        d=d,
+        in_group=in_group,
+        in_width=in_width,
+        split=split,
+        splits=splits,
+        D=D,
     )
