@@ -142,6 +142,19 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
             ),
             as_asked=True,
         ),
+        # What would keep dense's answers at 64K, where rows of `as-written` show that sketch's
+        # perplexity and momo's needles fall behind.
+        "far": Options(
+            [
+                *("sketch(k=4096)", "sketch(bytes=32)", "sketch(k=4096, bytes=32)"),
+                *("momo(gamma=16)", "momo(top_k=256)", "momo(gamma=16, top_k=256)"),
+            ],
+            ("fidelity", "needle-prose", "perplexity"),
+            (65536,),
+            trials=0,
+            models=MappingProxyType({"gemma3-270m@64k": 65536}),
+            as_asked=True,
+        ),
         # The literature's methods (bench/rivals.py) beside ours, at the bytes that ours read.
         "rivals": Options(
             [
