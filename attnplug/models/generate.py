@@ -143,7 +143,7 @@ def _prepare_cache_for_generation(
     """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
     stock = MethodType(getattr(type(model), CACHE_METHOD), model)
     given = model_kwargs.get(CACHE)
-    room = first_room(model.config, max_cache_length)
+    room = first_room(model.config, generation_config, max_cache_length)
     speculated = _speculated(generation_config, generation_mode) + _drafted(model)
     if isinstance(given, PlugCache):
         grows = isinstance(given, GrowingCache)
@@ -257,7 +257,7 @@ def _may_compile(model: Any, model_kwargs: dict[str, Any], generation_config: An
     """What generate asks before it compiles a step, and attnplug's loop before it compiles or
     captures any: not where a user's hook wants to run at every step, nor where the cache grows."""
     length = generation_config.max_length
-    if length is not None and first_room(model.config, length) < length:
+    if length is not None and first_room(model.config, generation_config, length) < length:
         return False
     compiles = type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
     why = user_hooks(model) if compiles else ""

@@ -19,12 +19,13 @@ LONGEST = 1 << 20  # tokens that a model reads whose config does not say how man
 SLACK = 2  # times that: calls a little too long for a model decode as others
 
 
-def first_room(config: PreTrainedConfig, length: int) -> int:
+def first_room(config: PreTrainedConfig, generation: Any, length: int) -> int:
     """How many tokens a cache has room for at first where a call may come to `length`: all of them,
-    unless that is far more than the model reads. Whoever asks for so many means no limit, and gets
-    a cache that grows beyond what the model reads where a call does."""
-    reads = positions(config) or LONGEST
-    return length if length <= SLACK * reads else reads
+    unless far more new ones are asked for than the model reads. Whoever asks for so many means no
+    limit, and gets a cache that grows beyond what the model reads where a call does."""
+    reads, new = positions(config) or LONGEST, generation.max_new_tokens
+    new = length if new is None else min(new, length)
+    return length if new <= SLACK * reads else length - new + reads
 
 
 @dataclass(frozen=True)

@@ -169,9 +169,9 @@ def unserved_call(
             return f"the loop does not know {strange[0]}"
     if config.is_assistant:
         return "the model assists another"
-    room = first_room(model.config, config.max_length)
+    room = first_room(model.config, config, config.max_length)
     if room < config.max_length:
-        return f"the call may come to {config.max_length:,} tokens, and the model reads {room:,}"
+        return f"the call may come to {config.max_length:,} tokens, and has room for {room:,} first"
     return _unserved_inputs(model, ids, config, inputs)
 
 

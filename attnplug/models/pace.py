@@ -4,16 +4,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from transformers import PreTrainedModel
 
 from attnplug.models.cache import PlugLayer
 
 FIRST = 0.9  # of drafts that dense is taken to accept before it has judged any
 FIRST_DRAFTS = 16  # that this weighs as much as
 KEPT_DRAFTS = 40  # that the acceptance of a call is about: as many before them weigh 1/e as much
+ENOUGH_DRAFTS = 6  # that dense has judged before rounds may end: a call begins with some
 # Rounds end for good where they promise less than this of what dense steps give: by less, chance
 # alone would end them in a long answer.
 ENOUGH = 0.95
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # in configs
 
 
 class Costs(NamedTuple):
@@ -27,17 +29,25 @@ class Costs(NamedTuple):
 ASKED = Costs()
 
 
-def costs_of(model: torch.nn.Module, layers: Iterable[PlugLayer], tokens: int) -> Costs:
+def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -> Costs:
     """What steps cost over caches of so many tokens. A draft reads the model's weights, a dense
     step the cache as well, a byte of which took an H200 half of a weight's time, and a verification
     the same for several queries (bench/exact-steps-h200.json)."""
-    held = 0
-    for layer in layers:
-        for buffer in (layer.keys, layer.values):
-            assert buffer is not None  # of a cache that has been filled
-            held += buffer[:, :, :tokens].nbytes
-    ratio = held / max(1, sum(each.nbytes for each in model.parameters()))
+    buffers = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
+    rows = max((len(x) for x in buffers), default=1)
+    ratio = sum(x[:, :, :tokens].nbytes for x in buffers) / max(1, _weights_of(model, rows))
     return Costs(1 + 0.5 * ratio, 1 + 0.6 * ratio)
+
+
+def _weights_of(model: PreTrainedModel, rows: int) -> float:
+    """Bytes of weights that a step of so many rows reads: of experts, those that tokens go to."""
+    config = model.config.get_text_config()
+    experts = next((x for name in EXPERTS if (x := getattr(config, name, None))), 0)
+    share = min(
+        1, rows * (getattr(config, "num_experts_per_tok", None) or experts) / max(1, experts)
+    )
+    stacked = [x.nbytes for x in model.parameters() if x.dim() == 3 and x.shape[0] == experts]
+    return sum(each.nbytes for each in model.parameters()) - (1 - share) * sum(stacked)
 
 
 @dataclass
@@ -78,6 +88,7 @@ class Pace:
     costs: Costs = ASKED
     accepted: float = FIRST * FIRST_DRAFTS
     judged: float = FIRST_DRAFTS
+    seen: int = 0  # drafts that dense has judged
 
     def _best(self) -> tuple[float, int]:
         """The tokens that the next round gives in the time of a draft, and its drafts."""
@@ -93,8 +104,11 @@ class Pace:
         return self._best()[1]
 
     def pays(self) -> bool:
-        """Whether the next round gives about as many tokens as dense steps would in its time."""
-        return self._best()[0] * self.costs.dense >= ENOUGH or not self.costs.dense
+        """Whether the next round gives about as many tokens as dense steps would in its time, as
+        far as the drafts that dense has judged can say."""
+        if not self.costs.dense or self.seen < ENOUGH_DRAFTS:
+            return True
+        return self._best()[0] * self.costs.dense >= ENOUGH
 
     def note(self, accepted: int, drafted: int) -> None:
         """A row's round has come out so."""
@@ -102,3 +116,4 @@ class Pace:
         kept = (1 - 1 / KEPT_DRAFTS) ** judged
         self.accepted = self.accepted * kept + accepted
         self.judged = self.judged * kept + judged
+        self.seen += judged

@@ -119,23 +119,35 @@ class Replayable(TorchDispatchMode):
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self._asks_the_device(func, args):
             raise NotReplayable(f"{func} asks the device")
-        found = func(*args, **(kwargs or {}))
-        if any(map(self._is_elsewhere, tree_leaves((args, kwargs, found)))):
-            raise NotReplayable(f"{func} is about a tensor that is not on {self.device}")
+        self._refuse_elsewhere(func, (args, kwargs))
+        found = func(*args, **kwargs)
+        self._refuse_elsewhere(func, found)
         return found
 
     def _asks_the_device(self, func: Any, args: Any) -> bool:
-        if getattr(func, "overloadpacket", None) in self.INDEXING:
+        if getattr(func, "overloadpacket", None) in self.INDEXING:  # by places, or where it is true
             places, *values = args[1:]
-            if values and values[0].numel() == 1 and True not in values[1:]:
-                return False  # a number, written wherever the index says
-            return any(each is not None and each.dtype in BOOLEAN for each in places)
+            given = [each for each in places if each is not None]
+            says_where = [each.dtype in BOOLEAN for each in given]
+            if says_where == [True] and values and _is_number(values[0]) and True not in values[1:]:
+                return False  # fills in a number of the host's
+            return any(says_where)
         return bool(self.HOST_TAGS.intersection(getattr(func, "tags", ())))
+
+    def _refuse_elsewhere(self, func: Any, values: Any) -> None:
+        if any(map(self._is_elsewhere, tree_leaves(values))):
+            raise NotReplayable(f"{func} is about a tensor that is not on {self.device}")
 
     def _is_elsewhere(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != self.device
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    """Whether torch reads a value on the host."""
+    return value.numel() == 1 and value.device.type == "cpu"
 
 
 def _forget_pending(layers: Iterable[Any]) -> None:

@@ -154,7 +154,8 @@ class Rounds:
         policies = [each.policy for each in call.bound.values() if each.policy]
         varies = any(policy.varies_rounds for policy in policies)
         asked = any(policy.asks_for_rounds for policy in policies)
-        costs = ASKED if asked else costs_of(call.model, self.layers, call.length)
+        middle = (call.length + call.last) // 2  # of a call that comes to its end
+        costs = ASKED if asked else costs_of(call.model, self.layers, middle)
         self.pace = Pace(self.most, varies, costs)
         self.tally = tally
         for step in steps:
@@ -227,9 +228,9 @@ class Rounds:
         _set_part(self.layers, "dense")
         while self.going:
             self._make_room(1)
-            self._prepare_layers()
             state = *buffers.stepped(), call.greedy, options
             found = self.dense(call.model, call.cache, *state)
+            call.notice.cancel()  # from here on tokens come
             chosen = buffers.token if found is None else self._choose(found, 0)[:, None]
             self.held += 1
             self._note(chosen.tolist(), chosen)

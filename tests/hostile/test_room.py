@@ -325,7 +325,16 @@ def test_no_limit_is_no_room(new, device):
     attnplug.apply(model, "dense")
     out = model.generate(ids, return_dict_in_generate=True, **ends)
     assert torch.equal(out.sequences, wanted)
-    assert out[CACHE].room <= 40 and "the model reads 40" in attnplug.report(model).loop
+    assert out[CACHE].room <= 70 and "room for 70 first" in attnplug.report(model).loop
+
+
+def test_a_prompt_that_is_longer_than_the_model_reads_is_no_call_without_limit(device):
+    model = tiny_model(device=device, max_position_embeddings=40)
+    ids = torch.randint(3, 97, (1, 150), generator=torch.Generator().manual_seed(1)).to(device)
+    wanted = model.generate(ids, max_new_tokens=10, do_sample=False)
+    attnplug.apply(model, "dense")
+    assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False), wanted)
+    assert attnplug.report(model).loop == ""
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_beams=2), dict(do_sample=True)], ids=str)

@@ -83,12 +83,19 @@ def test_a_model_on_several_devices_is_not_captured():
     assert not isinstance(step, regional.LayeredStep)
 
 
+ONE, PLACE = torch.tensor(1.0), torch.tensor([0])
+
+
 @pytest.mark.parametrize(
     ("op", "why"),
     [
         (lambda x: int(x.sum()), "_local_scalar_dense.default asks the device"),
         (lambda x: x[x > 0], "index.Tensor asks the device"),
         (lambda x: x.index_put_((x > 0,), torch.ones(3)), "index_put_.default asks the device"),
+        (
+            lambda x: x.expand(3, 3).clone().index_put_((x > 0, PLACE), ONE),
+            "index_put_.default asks",
+        ),
         (lambda x: x.index_put((x > 0,), x[:1], True), "index_put.default asks the device"),
         (lambda x: x.nonzero(), "nonzero.default asks the device"),
         (lambda x: x.to("meta"), "_to_copy.default is about a tensor that is not on cpu"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from exact_cases import GVR, ROWS, SAMPLED, SKETCH, call, exact, ids_of, rows_of, tally, windowed
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import attnplug
 from attnplug.models import pace, rounds
@@ -223,10 +223,42 @@ def test_what_pays():
     costs = pace.Costs(dense=1.5, verification=1.6)
     rates = {p: (1 - p**5) / (1 - p) / 5.6 * 1.5 for p in (0.6, 0.75, 0.85, 0.95)}
     for p, rate in rates.items():
-        made = pace.Pace(4, False, costs, accepted=20 * p, judged=20)
+        made = pace.Pace(4, False, costs, accepted=20 * p, judged=20, seen=20)
         assert made.pays() is (rate >= pace.ENOUGH)
     assert {rate >= pace.ENOUGH for rate in rates.values()} == {True, False}
+    assert pace.Pace(4, False, costs, accepted=0, judged=20).pays()  # nothing has been judged
     assert pace.Pace(4, False, accepted=0, judged=20).pays()
+
+
+@pytest.mark.parametrize("m", [1, 6, 15])
+def test_a_call_begins_with_rounds_whatever_the_cache_weighs(model, chosen, m, monkeypatch):
+    """And says so, where they end soon."""
+    monkeypatch.setattr(rounds, "costs_of", lambda *about: pace.Costs(1.01, 1.01))
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model, new=40)
+    with attnplug.applied(model, defaults("gather", m)):
+        assert call(model, new=40)[0] == wanted
+        assert tally(model).rounds > 0 and "rounds of" in str(attnplug.report(model))
+
+
+def test_costs_of_experts_are_of_those_that_tokens_go_to():
+    config = MixtralConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    mixtral = MixtralForCausalLM(config)
+    stacked = sum(x.nbytes for x in mixtral.parameters() if x.dim() == 3)
+    whole = sum(x.nbytes for x in mixtral.parameters())
+    for rows, share in ((1, 1 / 4), (2, 1 / 2), (4, 1), (9, 1)):
+        assert stacked and pace._weights_of(mixtral, rows) == whole - (1 - share) * stacked
+
+
+def test_a_layer_that_never_runs_costs_nothing(model, chosen):
+    model.model.layers = model.model.layers[:1]
+    with attnplug.applied(model, "dense"):
+        wanted, _ = call(model)
+    with attnplug.applied(model, defaults("gather", 4)):
+        assert call(model)[0] == wanted
 
 
 def test_costs_are_of_the_cache_beside_the_weights(model):

@@ -387,3 +387,10 @@ def test_clients_get_the_answers_of_generate(tmp_path):
                 each["usage"]["completion_tokens"] for each in found
             )
     assert answers["gather(min_tokens=0)"] == answers["dense"] and all(answers["dense"])
+
+
+def test_pages_of_older_transformers_tell_their_room():
+    """5.17 has no allocators of kinds of layers, and one size of pages for all."""
+    from attnplug.serve.hugging_face.batches import room_of
+
+    assert room_of(types.SimpleNamespace(num_blocks=3, block_size=16)) == 48

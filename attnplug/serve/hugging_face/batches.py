@@ -67,12 +67,12 @@ class Batches(CBGenerateManager):
         if batches is None:
             return
         prompt, new = len(inputs["input_ids"]), gen_config.max_new_tokens
-        room = min(x.tokens_per_page * x.num_blocks for x in full_pages(batches.cache))
+        room = room_of(batches.cache)
         if prompt + new > room:
             raise HTTPException(
                 400,
-                f"a prompt of {prompt:,} tokens and {new:,} more do not fit into the pages, which "
-                f"have room for {room:,}",
+                f"a prompt of {prompt:,} tokens and {new:,} more (max_tokens) do not fit into the "
+                f"pages, which have room for {room:,}",
             )
 
 
@@ -81,10 +81,14 @@ def _name_of_its_own(asked: str) -> str:
     return f"{asked}-{secrets.token_hex(4)}"
 
 
-def full_pages(cache: Any) -> list[Any]:
-    """The allocators of layers that keep all tokens, or all where none does."""
+def room_of(cache: Any) -> int:
+    """How many tokens of a row the pages hold, by the layers that keep all tokens, or by all layers
+    where none does."""
+    if not hasattr(cache, "cache_allocators"):  # transformers 5.17
+        return cache.num_blocks * cache.block_size
     every = list(cache.cache_allocators.values())
-    return [x for x in every if "Sliding" not in type(x).__name__] or every
+    full = [x for x in every if "Sliding" not in type(x).__name__] or every
+    return min(x.tokens_per_page * x.num_blocks for x in full)
 
 
 def adopt_batches(state: Any) -> None:

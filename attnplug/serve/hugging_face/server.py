@@ -166,7 +166,9 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
             raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
         _, loaded, *rest = resolve({**body, "model": source})
         problem = length_problem(body, positions(loaded.config))
-        if handler.generation_state._continuous_batching:
+        state = handler.generation_state
+        kind = handler.model_manager.get_model_modality(loaded, processor=rest[0])
+        if state.use_continuous_batching(loaded, kind):
             problem = problem or batch_problem(body)
         if problem:
             raise HTTPException(400, problem)
