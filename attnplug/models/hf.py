@@ -399,7 +399,7 @@ def _of_these_keys(mask: torch.Tensor, call: AttentionCall, fresh: int) -> torch
 def _refuse_wide(mask: torch.Tensor, keys: int) -> None:
     """Nobody knows which columns of a mask are about a layer's keys where it has more, such as a
     user's own in a layer with a window."""
-    if mask.shape[-1] > keys:
+    if not torch.compiler.is_compiling() and mask.shape[-1] > keys:
         raise UnsupportedCallError(
             f"an attention mask for {mask.shape[-1]} keys came to a layer that has {keys}. Give "
             "the model a mask of two dimensions, or one for each type of its layers."

@@ -91,9 +91,10 @@ class PolicyHook(ModelHook):
             )
 
     def _fresh(self, cache: Cache, tokens: int) -> int:
-        """Of a pass whose first layer has asked. A layer that was told before is in a new pass."""
+        """Of a pass whose first layer has asked. A layer that was told before is in a new pass, and
+        one that is given the last of its tokens alone (Gemma 4) is not."""
         fresh: Fresh | None = vars(cache).get(FRESH_ARGUMENT)
-        if fresh is None or fresh.passed != tokens or self.layer_index in fresh.told:
+        if fresh is None or fresh.passed < tokens or self.layer_index in fresh.told:
             fresh = Fresh(tokens if _is_empty(cache, tokens) else 0, tokens)
             vars(cache)[FRESH_ARGUMENT] = fresh
         fresh.told.add(self.layer_index)

@@ -258,7 +258,6 @@ def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
                 (ids, {}),
                 (ids, {"prefill_chunk_size": 300}),
                 (ids, {"num_beams": 3}),
-                (ids[:1], {"prompt_lookup_num_tokens": 3}),
                 (ids[:, :690], {"past_key_values": cache, "max_new_tokens": 6}),
                 (ids, {"past_key_values": cache}),
             ):
@@ -270,7 +269,7 @@ def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
                         **{"max_new_tokens": 16} | options,
                     )
                 )
-    for near, far in zip(found[:6], found[6:], strict=True):
+    for near, far in zip(found[:5], found[5:], strict=True):
         assert torch.equal(near, far)
 
 

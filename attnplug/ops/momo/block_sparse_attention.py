@@ -26,7 +26,6 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import add_tile, arrays
 from attnplug.ops.common.rows import rows_as_given
-from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.momo.delta_correct import correct_on_cpu, launch_delta_correct
 from attnplug.ops.momo.kernels import hopper as _hopper
 from attnplug.ops.momo.kernels.block_sparse import build_lists, launch_triton
@@ -103,7 +102,8 @@ def _allocate(*args) -> tuple[torch.Tensor, torch.Tensor]:
         require(value >= least, NAME, f"{label} is {value}, needs at least {least}")
     require(index.dtype == torch.int32, NAME, f"index is {index.dtype}, needs int32")
     require(index.device == q.device, NAME, f"index is on {index.device} but q is on {q.device}")
-    query_blocks = cdiv(q.shape[2], call.query_block)
+    # In the form that the other ops have: torch.export compares the two.
+    query_blocks = (q.shape[2] + call.query_block - 1) // call.query_block
     require(
         index.dim() == 4 and index.shape[:3] == (q.shape[0], q.shape[1], query_blocks),
         NAME,
