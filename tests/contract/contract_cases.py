@@ -53,7 +53,7 @@ CASES = {
         "gather(k=8, block=16, sink=1, local=2, min_tokens=0, kv='host', resident=9)",
     ),
     "gvr": Case(
-        "gvr(k=4, sink=2, window=8, min_tokens=0)",
+        "gvr(k=8, sink=2, window=8, min_tokens=0)",
         "gvr(k=512, sink=2, window=8, min_tokens=0)",
         family="gvr(k=128, sink=2, window=4, min_tokens=0)",
         graphs="gvr(k=64, sink=2, window=8, min_tokens=0)",
