@@ -21,8 +21,8 @@ SLACK = 2  # times that: calls a little too long for a model decode as others
 
 def first_room(config: PreTrainedConfig, generation: Any, length: int) -> int:
     """How many tokens a cache has room for at first where a call may come to `length`: all of them,
-    unless far more new ones are asked for than the model reads. Whoever asks for so many means no
-    limit, and gets a cache that grows beyond what the model reads where a call does."""
+    unless the call asks for far more new tokens than the model reads. Such a call has no limit in
+    mind, and its cache grows as the answer does."""
     reads, new = positions(config) or LONGEST, generation.max_new_tokens
     new = length if new is None else min(new, length)
     return length if new <= SLACK * reads else length - new + reads

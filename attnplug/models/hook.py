@@ -111,7 +111,7 @@ class PolicyHook(ModelHook):
 
 
 def hooks_of(module: torch.nn.Module) -> list[PolicyHook]:
-    """The hooks of a module, and those that a copy of it has brought along."""
+    """The policy hooks on a module, also where it is a copy that was made with its hooks."""
     owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
     return [owner for owner in owners if isinstance(owner, PolicyHook)]
 

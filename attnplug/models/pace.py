@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from attnplug.models.cache import PlugLayer
@@ -30,7 +31,7 @@ ASKED = Costs()
 
 
 def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -> Costs:
-    """What steps cost over caches of so many tokens. A draft reads the model's weights, a dense
+    """What steps cost over caches of `tokens` tokens. A draft reads the model's weights, a dense
     step the cache as well, a byte of which took an H200 half of a weight's time, and a verification
     the same for several queries (bench/exact-steps-h200.json)."""
     buffers = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
@@ -40,14 +41,17 @@ def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -
 
 
 def _weights_of(model: PreTrainedModel, rows: int) -> float:
-    """Bytes of weights that a step of so many rows reads: of experts, those that tokens go to."""
+    """Bytes of weights that a step of `rows` tokens reads: of experts, only as many as the tokens
+    can go to."""
     config = model.config.get_text_config()
     experts = next((x for name in EXPERTS if (x := getattr(config, name, None))), 0)
-    share = min(
-        1, rows * (getattr(config, "num_experts_per_tok", None) or experts) / max(1, experts)
-    )
-    stacked = [x.nbytes for x in model.parameters() if x.dim() == 3 and x.shape[0] == experts]
-    return sum(each.nbytes for each in model.parameters()) - (1 - share) * sum(stacked)
+    chosen = rows * (getattr(config, "num_experts_per_tok", None) or experts)
+    share = min(1.0, chosen / max(1, experts))
+
+    def is_stacked(weight: torch.Tensor) -> bool:
+        return weight.dim() == 3 and len(weight) == experts
+
+    return sum(x.nbytes * (share if is_stacked(x) else 1) for x in model.parameters())
 
 
 @dataclass

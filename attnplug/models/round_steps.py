@@ -53,9 +53,9 @@ def verify_step(
     greedy: bool,
     options: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Take back what the drafts have fed, and feed the last tokens with all drafts, those of rounds
-    before where this one has made fewer. Where `greedy`, settle the round; else return the logits
-    `[B,m+1,V]` in float32."""
+    """Take back what the drafts have fed, and feed the last tokens with all drafts. If this round
+    has made fewer drafts than there is room for, drafts of earlier rounds fill the rest. Where
+    `greedy`, settle the round; else return the logits `[B,m+1,V]` in float32."""
     fed = tokens.shape[1]
     take_back(full_layers(cache), drafted)
     position.sub_(drafted)

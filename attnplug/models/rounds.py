@@ -248,7 +248,7 @@ class Rounds:
             beside.place.sub_(1)
 
     def _make_room(self, slots: int) -> None:
-        """Close the holes where the cache has not so many slots left."""
+        """Close the holes if the cache has fewer slots left than `slots`."""
         mask, begin = self.buffers.mask, self.call.prompt.shape[1]
         if mask is None or self.held + slots <= self.room:
             return

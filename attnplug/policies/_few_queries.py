@@ -10,8 +10,8 @@ from attnplug.call import AttentionCall
 from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.policies.dense import MAX_DECODE_QUERIES, known_below
 
-# By method and by the most queries that a call has: tokens of a GPU's cache from which on it serves
-# so many by default. Rows of bench/few_queries.py decide; none does yet.
+# By method and by the most queries of a call: the length in tokens from which on the method serves
+# such calls by default over a cache on a GPU. Measured by bench/few_queries.py; empty so far.
 MEASURED: dict[str, dict[int, int]] = {"gather": {}, "gvr": {}, "sketch": {}}
 
 
@@ -26,7 +26,7 @@ def is_few(call: AttentionCall) -> bool:
 
 def asks_for_few(method: DenseBelow, call: AttentionCall) -> bool:
     """Whether a call is of a few queries that the method is to serve: where `min_tokens` asks for
-    it, over a cache with so many tokens for each query, else where rows were measured to pay."""
+    it, over a cache with that many tokens for each query, else where rows were measured to pay."""
     if not is_few(call):
         return False
     queries, size = call.q.shape[2], call.k.shape[2]

@@ -244,8 +244,10 @@ def test_no_host_memory_is_an_error_that_says_what_to_do(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("prefill", ["", "momo(gamma=8, block=16, top_k=2, exact_k=1)+"])
-def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
-    """Whole and chunked prefill, beams, prompt lookup, and a second turn."""
+def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device, monkeypatch):
+    """Whole and chunked prefill, beams, prompt lookup, whose several queries are dense over a cache
+    in host memory, and a second turn."""
+    monkeypatch.setattr(attnplug.Sketch, "serves_few", Dense.serves_few)
     model = tiny_model(device=device)
     ids = torch.randint(2, 90, (2, 700), generator=torch.Generator().manual_seed(0)).to(device)
     found = []
@@ -258,6 +260,7 @@ def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
                 (ids, {}),
                 (ids, {"prefill_chunk_size": 300}),
                 (ids, {"num_beams": 3}),
+                (ids[:1], {"prompt_lookup_num_tokens": 3}),
                 (ids[:, :690], {"past_key_values": cache, "max_new_tokens": 6}),
                 (ids, {"past_key_values": cache}),
             ):
@@ -269,7 +272,7 @@ def test_generate_gives_the_tokens_of_a_cache_on_the_gpu(prefill, device):
                         **{"max_new_tokens": 16} | options,
                     )
                 )
-    for near, far in zip(found[:5], found[5:], strict=True):
+    for near, far in zip(found[:6], found[6:], strict=True):
         assert torch.equal(near, far)
 
 

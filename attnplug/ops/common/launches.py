@@ -27,7 +27,7 @@ SEEN, LEFT = "seen once", "not to be written down"
 ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 # Off until a GPU has compared bits and times (tests/policies/test_repeated_steps.py).
 REPEATING = False
-WRITING = threading.local()  # `notes`: those of the call that runs, if it is written down
+WRITING = threading.local()  # .notes: the `Notes` of the call that is being written down
 
 
 def launch_kernel(kernel: Any, *, grid: Any, **arguments: Any) -> None:

@@ -39,8 +39,8 @@ def top_tokens(
         steps: float32 `[B,Hkv,S]`, each key's quantization scale: the value of code 1.
         k: 1 to 4096, also above S.
         sink: the first so many real tokens of each row score -inf.
-        window: the last so many tokens up to a query score -inf, its own included, and those
-            behind it.
+        window: the last `window` tokens up to a query score -inf, its own included, and so do
+            the tokens behind it.
         lengths: int32 or int64 `[1]` or `[B]`, valid tokens. None: all S. Others are not read, and
             not picked.
         start: int32 or int64 `[1]` or `[B]`, first real token of a left-padded row. None: 0.

@@ -249,7 +249,7 @@ def launch_pick_tokens(
 ):
     """Run the kernel; tensors as in `pick_tokens`, on a GPU or in Triton's interpreter. `notes` are
     a chain's, made for the plan; `hint` is the one that the scan had. With `is_new`, `lengths` lack
-    a token. `shares` may be of so many `queries` of each row."""
+    a token. `shares` may be of several queries of each row, `queries` of them."""
     batch, heads, size = shares.shape
     capacity = picks.shape[2]
     plan = plan or own_plan(shares)

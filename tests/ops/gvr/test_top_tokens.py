@@ -211,7 +211,8 @@ CODES = torch.zeros(1, 2, 40, 64, dtype=torch.int8)
 WRONG = [
     ({"codes": CODES.float()}, "codes is torch.float32"),
     ({"steps": torch.zeros(1, 2, 39)}, r"steps is torch.float32 \(1, 2, 39\), needs"),
-    ({"q": torch.zeros(1, 4, 0, 64)}, "q is "),
+    ({"q": torch.zeros(1, 4, 0, 64)}, r"q is \(1, 4, 0, 64\), needs \[B,Hq,T,D\]"),
+    ({"q": torch.zeros(1, 4, 17, 64)}, r"q is \(1, 4, 17, 64\), needs \[B,Hq,T,D\] with T from"),
     ({"window": 0}, "window is 0"),
     ({"sink": -1}, "sink is -1"),
     ({"k": 0}, "k is 0, needs 1 to 4096"),

@@ -65,8 +65,8 @@ _LARGEST = gl.constexpr(63.0 * 65536)  # of three digits, the highest of -64..63
 _PAIRS = gl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
 
 
-# How one warp holds 128 channels, and the tokens of a step of so many. A kernel asks for them as it
-# is compiled, because as arguments they would keep Triton from telling hooks about a launch.
+# Layouts of what one warp holds: 128 channels, and `step` tokens. A kernel asks for them as it is
+# compiled. They are no arguments, because Triton could not tell a hook of a launch that has them.
 
 
 @triton.constexpr_function
