@@ -3,10 +3,12 @@
 #   [STUDY=rivals] bash bench/eval_long.sh SECONDS [MODEL,... [options of attnplug eval]]
 #
 # STUDY is as-written where nothing else is said: what users write, on prompts of 64K and 128K tokens.
-# Models take the GPUs by turns: gemma3-270m@64k the first, @128k the second, gemma3-270m (32K) the
-# first again; of another study name its models. Of a model without samples dense alone is asked first;
-# tasks that the model itself cannot do at its length are then left out, and the others run in the
-# study's order. $OUT gets STUDY-MODEL.jsonl and .log, also where SECONDS end it. Then, for each model:
+# Models take the GPUs (those of CUDA_VISIBLE_DEVICES, or all) by turns: of two, gemma3-270m@64k the
+# first, @128k the second, gemma3-270m (32K) the first again. Where there are more GPUs than models, a
+# model has several. Of another study name its models. Of a model without samples dense alone is asked
+# first; tasks that the model itself cannot do at its length are then left out, and the others run in
+# the study's order. $OUT gets STUDY-MODEL.jsonl and .log, also where SECONDS end it. Then, for each
+# model:
 #   python bench/eval_rows.py STUDY-MODEL $OUT/STUDY-MODEL.jsonl --study STUDY
 # What bench/results/samples has is not run again (FRESH=1 asks everything anew), so that the next
 # call goes on. PROCESSES (2) share a GPU through MPS. Weights come in pieces (gpu_join.sh); name the
@@ -21,6 +23,7 @@ more=("${@:3}")
 source bench/gpu_join.sh
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+IFS=, read -ra own <<<"${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((gpus - 1)))}"
 if [ "$gpus" -gt 0 ] && [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
   mkdir -p /tmp/mps /tmp/mps-log
@@ -64,17 +67,21 @@ study() { # MODEL
   share "$1" "$name" "$out" "$known" "$known"
 }
 
-lane() { # GPU
-  local i failed=0
-  for ((i = $1; i < ${#models[@]}; i += gpus > 0 ? gpus : 1)); do
-    CUDA_VISIBLE_DEVICES=$1 study "${models[i]}" || failed=1
+lanes=$((${#own[@]} < ${#models[@]} ? ${#own[@]} : ${#models[@]}))
+[ $lanes -gt 0 ] || lanes=1 # no GPU
+
+lane() { # NUMBER
+  local i failed=0 gpus_here=
+  for ((i = $1; i < ${#own[@]}; i += lanes)); do gpus_here+=" ${own[i]}"; done
+  for ((i = $1; i < ${#models[@]}; i += lanes)); do
+    GPUS=$gpus_here study "${models[i]}" || failed=1
   done
   return $failed
 }
 
 ids=() failed=0
-for ((gpu = 0; gpu < (gpus > 0 ? gpus : 1); gpu++)); do
-  lane "$gpu" &
+for ((number = 0; number < lanes; number++)); do
+  lane "$number" &
   ids+=($!)
 done
 for id in "${ids[@]}"; do wait "$id" || failed=1; done

@@ -3,10 +3,12 @@
     python bench/exact_steps.py --tokens 131072,1048576 --m 4,6,8 --accepted 3,4,6 --out rows.jsonl
     python bench/exact_steps.py --rows 8 --tokens 32768,131072 --out rows.jsonl
     python bench/exact_steps.py --m auto,auto --accepted 1,8 --out rows.jsonl
+    python bench/exact_steps.py --tokens 131072 --m 2,3 --accepted 0.906,0.906 --out rows.jsonl
     python bench/exact_steps.py --own --tokens 1048576 --m 6 --accepted 0 --out rows.jsonl
 
 Random weights say nothing of acceptance, so that the bench imposes it: a round accepts the number
-of drafts that --accepted gives, whatever they are, and a row says so. Caches are filled with random
+of drafts that --accepted gives, whatever they are, or each draft with the chance that it gives (a
+number with a point), and a row says so. Caches are filled with random
 keys, as a prompt of a million tokens takes minutes. A time a token is the difference of a long call
 and a short one.
 With `--own` rounds go on only where exact finds that they pay. `--small` is for a try on a CPU.
@@ -32,17 +34,21 @@ PROMPT, SHORT, LONG = 20, 40, 110  # tokens of a call's own prompt, and new ones
 
 
 @contextmanager
-def accepting(count: int) -> Iterator[None]:
-    """Within it every round accepts `count` drafts of each row, and the caches that this bench has
-    filled count as generate's own, which nobody sees again."""
+def accepting(share: int | float) -> Iterator[None]:
+    """Within it every round accepts `share` drafts of each row, or each draft behind accepted ones
+    with the chance `share`, and the caches that this bench has filled count as generate's own,
+    which nobody sees again."""
     own, kept = round_steps.settle, Decoding.is_kept
 
     def settle(cache: Any, tokens: torch.Tensor, *state: Any) -> None:
         *state, chosen = state
         # what dense would have had to choose
-        imposed = torch.cat([tokens[:, 1:], chosen[:, -1:]], 1)
-        imposed[:, count:] = torch.where(imposed[:, count:] == 7, 8, 7)
-        own(cache, tokens, *state, imposed)
+        agreed = torch.cat([tokens[:, 1:], chosen[:, -1:]], 1)
+        if isinstance(share, int):
+            refused = torch.arange(agreed.shape[1], device=agreed.device) >= share
+        else:
+            refused = torch.rand(agreed.shape, device=agreed.device) >= share
+        own(cache, tokens, *state, torch.where(refused, torch.where(agreed == 7, 8, 7), agreed))
 
     round_steps.settle, Decoding.is_kept = settle, lambda self: False
     try:
@@ -90,13 +96,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--draft", default="gather")
     parser.add_argument("--m", default="4,6,8")
-    parser.add_argument("--accepted", default="3,4,6", help="of each m")
+    parser.add_argument("--accepted", default="3,4,6", help="drafts of each m, or a chance")
     parser.add_argument("--own", action="store_true", help="leave it to exact whether rounds go on")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    texts = asked.tokens, asked.accepted
-    lengths, accepted = ([int(x) for x in text.split(",")] for text in texts)
+    lengths = [int(x) for x in asked.tokens.split(",")]
+    accepted = [float(x) if "." in x else int(x) for x in asked.accepted.split(",")]
     ms = [int(x) if x.isdigit() else x for x in asked.m.split(",")]
     device = "cpu" if asked.small else "cuda"
     model = built(SMALL if asked.small else CONFIG, device)

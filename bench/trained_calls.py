@@ -13,7 +13,8 @@ blocks by compressed keys, one of them between two of linear attention; so `glm5
 layer picks pools. `deepseek_v4` has a layer of each of its three kinds. Of these two transformers'
 own model reads the prompt in chunks, before its step. `--family deepseek_v3` has no indexer, so
 that `dense` reads its latents.
-`--prefill` lists lengths at which transformers' prefill is tried, too. `--small` is for a CPU.
+`--prefill` lists lengths at which transformers' prefill is tried, too, and `--chunk` has generate
+read prompts in chunks of so many tokens. `--small` is for a CPU.
 """
 
 import argparse
@@ -129,14 +130,15 @@ def wait(device: str) -> float:
 
 
 class Bench:
-    def __init__(self, model: Any, family: str, device: str, out: Path):
+    def __init__(self, model: Any, family: str, device: str, out: Path, chunk: int | None):
         self.model, self.device, self.file = model, device, out.open("a")
+        self.chunk = chunk
         self.about = {
             "family": family,
             "card": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-        }
+        } | ({"chunk": chunk} if chunk else {})
 
     def row(self, **values: Any) -> None:
         line = json.dumps(self.about | values)
@@ -149,10 +151,10 @@ class Bench:
 
     def call(self, tokens: int, new: int, seed: int) -> float:
         ids = self.prompt(tokens, seed)
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new}
+        options |= {"prefill_chunk_size": self.chunk} if self.chunk else {}
         begin = wait(self.device)
-        self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new
-        )
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return wait(self.device) - begin
 
     def calls(self, tokens: int) -> None:
@@ -231,12 +233,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", default="32768,131072")
     parser.add_argument("--prefill", default="2048,8192,32768")
+    parser.add_argument("--chunk", type=int)
     parser.add_argument("--family", default="deepseek_v32")
     parser.add_argument("--out", type=Path, default=Path("/dev/null"))
     parser.add_argument("--small", action="store_true")
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    bench = Bench(make(asked.family, asked.small, device), asked.family, device, asked.out)
+    model = make(asked.family, asked.small, device)
+    bench = Bench(model, asked.family, device, asked.out, asked.chunk)
     lengths = [int(each) for each in asked.tokens.split(",")]
     for tokens in lengths:
         bench.stock_step(tokens)
