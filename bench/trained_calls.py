@@ -6,8 +6,9 @@ beside transformers' own.
 Three layers of a family at its real widths, with few experts and random bf16 weights. `call` rows
 are seconds of generate for 1 and for 65 new tokens under `trained`, prompt and all, the median of
 later calls and the first one. `step` rows are a token over a cache of `tokens` tokens: ours is the
-difference of these calls; transformers' is a forward pass over its dynamic cache, which random
-numbers fill, as its own prefill of such a prompt asks for scores of queries by heads by tokens.
+time from a call's second token to its last, by a streamer; transformers' is a forward pass over its
+dynamic cache, which random numbers fill, as its own prefill of such a prompt asks for scores of
+queries by heads by tokens.
 `--family minimax_m3_vl_text` has layers that pick blocks, and `qwen4_exp_text` layers that pick
 blocks by compressed keys, one of them between two of linear attention; so `glm5_next_text`, whose
 layer picks pools. `deepseek_v4` has a layer of each of its three kinds. Of these two transformers'
@@ -32,6 +33,7 @@ from transformers import (
     AutoModelForImageTextToText,
     DynamicCache,
 )
+from transformers.generation.streamers import BaseStreamer
 
 import attnplug
 from attnplug.models.names import CACHE
@@ -129,6 +131,24 @@ def wait(device: str) -> float:
     return time.perf_counter()
 
 
+class Clock(BaseStreamer):
+    """When each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def step(self) -> float:
+        """Seconds a token, behind the prompt and the first token."""
+        times = self.times[2:]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+
 class Bench:
     def __init__(self, model: Any, family: str, device: str, out: Path, chunk: int | None):
         self.model, self.device, self.file = model, device, out.open("a")
@@ -149,9 +169,9 @@ class Bench:
         made = torch.Generator(self.device).manual_seed(seed)
         return torch.randint(1, 4096, (1, tokens), generator=made, device=self.device)
 
-    def call(self, tokens: int, new: int, seed: int) -> float:
+    def call(self, tokens: int, new: int, seed: int, streamer: Clock | None = None) -> float:
         ids = self.prompt(tokens, seed)
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new}
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "streamer": streamer}
         options |= {"prefill_chunk_size": self.chunk} if self.chunk else {}
         begin = wait(self.device)
         self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -159,17 +179,18 @@ class Bench:
 
     def calls(self, tokens: int) -> None:
         """Rows of `trained`, and what a step of it takes."""
-        median = {}
         for new in (1, NEW):
             first = self.call(tokens, new, 1)
             later = [self.call(tokens, new, seed) for seed in range(2, 5)]
-            median[new] = statistics.median(later)
             peak = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else None
             self.row(
                 case="call", policy="trained", n=tokens, new=new, first_s=first,
-                call_s=median[new], peak_gib=peak,
+                call_s=statistics.median(later), peak_gib=peak,
             )  # fmt: skip
-        step = (median[NEW] - median[1]) / (NEW - 1)
+        clocks = [Clock() for _ in range(3)]
+        for seed, clock in enumerate(clocks, 5):
+            self.call(tokens, NEW, seed, clock)
+        step = statistics.median(clock.step() for clock in clocks)
         self.row(case="step", policy="trained", n=tokens, step_ms=1e3 * step)
 
     def filled(self, tokens: int) -> DynamicCache:

@@ -19,15 +19,15 @@ ENOUGH = 0.95
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # in configs
 
 
+# A batch's verification reads a key mask as well, and moves what the rows have not accepted.
+IN_A_BATCH = 1.15
+
+
 class Costs(NamedTuple):
-    """The time of a dense step, and that of a verification, in drafts. The verification's is the
-    middle of what an H200 took between 131,072 tokens (2.1) and 1,048,576 (4.0)."""
+    """The time of a dense step, and that of a verification, in drafts."""
 
-    dense: float = 0.0  # 0: rounds are asked for, whatever they cost
-    verification: float = 3.0
-
-
-ASKED = Costs()
+    dense: float
+    verification: float
 
 
 def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -> Costs:
@@ -37,7 +37,8 @@ def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -
     buffers = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
     rows = max((len(x) for x in buffers), default=1)
     ratio = sum(x[:, :, :tokens].nbytes for x in buffers) / max(1, _weights_of(model, rows))
-    return Costs(1 + 0.5 * ratio, 1 + 0.6 * ratio)
+    verification = (1 + 0.6 * ratio) * (IN_A_BATCH if rows > 1 else 1)
+    return Costs(1 + 0.5 * ratio, verification)
 
 
 def _weights_of(model: PreTrainedModel, rows: int) -> float:
@@ -85,11 +86,12 @@ class Pace:
         (1 + p + p^2 + ... + p^n) / (n + v)        v: the time of a verification
 
     tokens in the time of a draft. p counts old drafts less; dense's first wrong draft of a round is
-    the last that counts."""
+    the last that counts. Rounds end where they do not pay if it `ends` them."""
 
     most: int
+    costs: Costs
     varies: bool = True
-    costs: Costs = ASKED
+    ends: bool = True
     accepted: float = FIRST * FIRST_DRAFTS
     judged: float = FIRST_DRAFTS
     seen: int = 0  # drafts that dense has judged
@@ -110,7 +112,7 @@ class Pace:
     def pays(self) -> bool:
         """Whether the next round gives about as many tokens as dense steps would in its time, as
         far as the drafts that dense has judged can say."""
-        if not self.costs.dense or self.seen < ENOUGH_DRAFTS:
+        if not self.ends or self.seen < ENOUGH_DRAFTS:
             return True
         return self._best()[0] * self.costs.dense >= ENOUGH
 

@@ -34,7 +34,7 @@ from attnplug.models.hook import state_of
 from attnplug.models.look import Look
 from attnplug.models.loop_calls import OF_LENGTH
 from attnplug.models.noise import Noise
-from attnplug.models.pace import ASKED, Pace, Tally, costs_of
+from attnplug.models.pace import Pace, Tally, costs_of
 from attnplug.models.patience import PatientStep, is_capturable
 from attnplug.models.round_steps import Feed, dense_step, settle, verify_step
 from attnplug.models.sliding import round_of, sliding_layers
@@ -155,8 +155,8 @@ class Rounds:
         varies = any(policy.varies_rounds for policy in policies)
         asked = any(policy.asks_for_rounds for policy in policies)
         middle = (call.length + call.last) // 2  # of a call that comes to its end
-        costs = ASKED if asked else costs_of(call.model, self.layers, middle)
-        self.pace = Pace(self.most, varies, costs)
+        costs = costs_of(call.model, self.layers, middle)
+        self.pace = Pace(self.most, costs, varies, ends=not asked)
         self.tally = tally
         for step in steps:
             begin = getattr(step, "begin", None)

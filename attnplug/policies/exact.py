@@ -27,12 +27,12 @@ from attnplug.policies.grammar import parse_policy
 from attnplug.policies.gvr import Gvr
 from attnplug.policies.sketch import Sketch
 
-# Tokens of a row from which on a token takes no longer than dense's if three drafts of six are
-# accepted, between measured 131,072 and 1,048,576 (bench/exact-steps-h200.json).
-CROSSOVER = {"cuda": 524288, "cpu": NEVER}
-# Tokens that a row of a batch pays for itself: eight rows of 131,072 tokens gained with three
-# drafts of four accepted, and eight of 65,536 lost with three of six (the same file).
-ROW_CROSSOVER = {"cuda": 65536, "cpu": NEVER}
+# Tokens of a row from which on two drafts a round gained with the share accepted that a small model
+# accepts (bench/exact-steps-h200.json). Where fewer are, rounds end.
+CROSSOVER = {"cuda": 131072, "cpu": NEVER}
+# Tokens that a row of a batch pays for itself: eight rows of 65,536 tokens gained with four drafts
+# of six accepted, and eight of 32,768 gained nothing (the same file).
+ROW_CROSSOVER = {"cuda": 49152, "cpu": NEVER}
 
 # Drafts a round with m="auto", at the most: as many as sketch's ring can take back. A verification
 # is fed that many and one in any case, and takes as long for fewer.
@@ -48,9 +48,10 @@ class Exact(DenseBelow):
 
     draft: the method that drafts, a term of a policy string such as "gather(k=64)"; it must keep
     its cache on the GPU. m: drafts a round, or "auto", which chooses from 1 to 8 for each round by
-    how many were accepted before. min_tokens: caches with room for fewer tokens are decoded by
-    dense steps. None is the crossover that was measured on the kind of device; where dense accepts
-    too few drafts for rounds to pay, dense steps then decode the rest of a call.
+    how many were accepted before, and by what the cache weighs beside the weights. min_tokens:
+    caches with room for fewer tokens are decoded by dense steps. None is the crossover that was
+    measured on the kind of device; where dense accepts too few drafts for rounds to pay, dense
+    steps then decode the rest of a call.
 
     Rounds are made in the loop that attnplug runs for `generate`, where layers have full attention
     or sliding windows that the prompt fills. Each row of a batch accepts its own number of drafts.
@@ -62,7 +63,7 @@ class Exact(DenseBelow):
     """
 
     draft: str = "gather"
-    m: int | str = 6
+    m: int | str = "auto"
     min_tokens: int | None = None
 
     name: ClassVar[str] = "exact"

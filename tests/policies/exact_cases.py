@@ -3,6 +3,8 @@
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from attnplug.models import pace, rounds
+
 SHORT = "gather(k=1, block=16, sink=1, local=1)"  # often wrong
 FAR = "gather(k=0, block=16, sink=0, local=1)"  # a window of 16 tokens: nearly always wrong
 GVR = "gvr(k=16, sink=1, window=1)"
@@ -11,6 +13,12 @@ DRAFTS = ["gather", SHORT, FAR, GVR, SKETCH]
 SAMPLED = dict(do_sample=True, temperature=0.8, top_p=0.9)
 NEW = 24
 ROWS = ["rows", "padded rows", "one padded row"]
+HEAVY = pace.Costs(2.5, 3.0)  # of caches that weigh three times what the weights do
+
+
+def as_over_heavy_caches(monkeypatch):
+    """Have m="auto" choose as if caches were heavy: over light ones its rounds have a draft."""
+    monkeypatch.setattr(rounds, "costs_of", lambda *about: HEAVY)
 
 
 def ids_of(tokens=150, rows=1, seed=1):

@@ -11,6 +11,7 @@ from exact_cases import (
     SAMPLED,
     SHORT,
     SKETCH,
+    as_over_heavy_caches,
     call,
     exact,
     ids_of,
@@ -196,7 +197,8 @@ def test_processors_that_look_at_lengths_alone(model, options):
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("draft", "m"), [(SHORT, 4), (GVR, 4), (SHORT, "auto")])
 @pytest.mark.parametrize("what", ROWS)
-def test_rows_get_denses_tokens_each_at_its_own_pace(model, what, draft, m, options):
+def test_rows_get_denses_tokens_each_at_its_own_pace(model, what, draft, m, options, monkeypatch):
+    as_over_heavy_caches(monkeypatch)
     ids, more = rows_of(what, model)
     with attnplug.applied(model, "dense"):
         wanted, _ = call(model, ids, **more, **options)
@@ -259,7 +261,7 @@ def test_holes_are_closed_where_the_cache_has_no_more_slots(model, draft, m, mon
 def test_many_draws_back_a_row_still_has_its_own(model, monkeypatch):
     """A row that falls behind the others draws again what they had."""
     monkeypatch.setattr(noise, "KEPT", 1)
-    test_rows_get_denses_tokens_each_at_its_own_pace(model, "rows", SHORT, 4, SAMPLED)
+    test_rows_get_denses_tokens_each_at_its_own_pace(model, "rows", SHORT, 4, SAMPLED, monkeypatch)
 
 
 @pytest.mark.parametrize("what", ROWS)
