@@ -30,6 +30,7 @@ RIVALS = "streaming", "matched_window", "quest", "double_sparsity", "loki", "sna
 FLOOR = 0.2  # a task of which the model itself answers less says nothing about a policy
 LOOK = 12  # whole batches of every length
 BOTH = MappingProxyType({"smollm2-135m": 8192, "gemma3-270m": 32768})  # and what they read
+FAR = MappingProxyType({"gemma3-270m@64k": 65536, "gemma3-270m@128k": 131072})
 
 
 @dataclass(frozen=True)
@@ -142,17 +143,30 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
             ),
             as_asked=True,
         ),
-        # What would keep dense's answers at 64K, where rows of `as-written` show that sketch's
-        # perplexity and momo's needles fall behind.
-        "far": Options(
+        # What would keep dense's answers at 64K and 128K, where rows of `as-written` show that
+        # decode by sketch and gather costs perplexity, and that momo loses needles.
+        "far-decode": Options(
             [
-                *("sketch(k=4096)", "sketch(bytes=32)", "sketch(k=4096, bytes=32)"),
-                *("momo(gamma=16)", "momo(top_k=256)", "momo(gamma=16, top_k=256)"),
+                *(f"sketch(k={k})" for k in (4096, 8192, 16384)),
+                *("sketch(bytes=32)", "sketch(k=4096, bytes=32)", "sketch(k=8192, bytes=32)"),
+                *("gather(k=256)", "gather(k=512)"),
             ],
-            ("fidelity", "needle-prose", "perplexity"),
-            (65536,),
+            ("fidelity", "needle-prose", "long-decode"),
+            (65536, 131072),
             trials=0,
-            models=MappingProxyType({"gemma3-270m@64k": 65536}),
+            models=FAR,
+            as_asked=True,
+        ),
+        "far-prefill": Options(
+            [
+                *("momo(gamma=16)", "momo(top_k=256)", "momo(gamma=16, top_k=256)"),
+                *(f"momo(top_k={k}, min_tokens=0)" for k in (256, 512)),
+                *("momo(tail=1024)", "momo(gamma=8)", "momo(delta=1.0)", "momo(window=1024)"),
+            ],
+            ("needle-prose", "perplexity", "multi-key", "fidelity"),
+            (65536, 131072),
+            trials=0,
+            models=FAR,
             as_asked=True,
         ),
         # The literature's methods (bench/rivals.py) beside ours, at the bytes that ours read.
