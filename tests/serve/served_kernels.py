@@ -76,6 +76,7 @@ class Server:
     def __init__(self, policy: str, heads: int, kv_heads: int, dim: int, **room: int):
         from attnplug.policies import parse
         from attnplug.serve.paged.layer import ServedLayer
+        from attnplug.serve.paged.pages import Pages
         from attnplug.serve.paged.phases import Phases
 
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
@@ -92,7 +93,7 @@ class Server:
         shape = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16, device=GPU)
         self.layer.warm_prompts(min(self.chunk, self.longest), self.longest, **shape)
         self.layer.warm_steps(self.rows, self.longest, page=PAGE, **shape)
-        self.pages = tuple(new(PAGES, kv_heads, PAGE, dim) for _ in range(2))
+        self.pages = Pages(*(new(PAGES, kv_heads, PAGE, dim) for _ in range(2)))
         self.table = new(self.rows, -(-self.longest // PAGE), dtype=torch.int32)
 
     def prompt(self, draw: random.Random) -> str:
