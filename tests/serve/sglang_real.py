@@ -53,6 +53,11 @@ class FlashAttentionBackend(flash.FlashAttentionBackend):
 def attention(q, k_cache, v_cache, *, out=None, **given: Any) -> torch.Tensor:
     """In the place of `flash_attn_with_kvcache`."""
     assert given["causal"] and not given["softcap"] and given.get("sinks") is None
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    if q.dtype == sglang_stand_in.FP8:  # one scale for all rows and heads, or none
+        scales = (given.get(name) for name in ("k_descale", "v_descale"))
+        k, v = (1.0 if x is None else x.unique() for x in scales)
+        q, k_cache, v_cache = q.float(), k_cache.float() * k, v_cache.float() * v
     made = sglang_stand_in.flash_attention(
         q,
         k_cache,
