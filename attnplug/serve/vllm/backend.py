@@ -295,7 +295,8 @@ class PlugImpl(FlashAttentionImpl):
         # FlashAttention reads fp8 keys by fp8 queries, and the methods by those of the model. So
         # vLLM's layer, which asks for this now, leaves them alone, and `_flash` quantizes them.
         self.quantizes = self.fp8 and self.supports_quant_query_input
-        self.supports_quant_query_input = False
+        if self.quantizes:
+            self.supports_quant_query_input = False
         self._written: torch.Tensor | None = None  # slots that nobody has noted yet
         self._served: ServedLayer | None = None
 
