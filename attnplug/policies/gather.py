@@ -70,7 +70,8 @@ class Gather(DenseBelow):
     None is 32,768 keys' worth, or what a step wants where that is more. bounds: what the summaries
     are kept as: "int8" codes, or "exact", the keys' own dtype. Codes of bounds are rounded
     outwards, those of a band have one width for all channels. None is "int8" in caches of many
-    tokens, and on pages for "band" alone. There a band's codes are its two edges.
+    tokens, and on pages for "band" alone. There a band's codes are its two edges,
+    and summaries of keys in fp8 are always codes.
     """
 
     k: int = 256

@@ -76,7 +76,8 @@ def check_attention_inputs(
 def check_scales(
     name: str, k: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> None:
-    """The checks of what float8_e4m3fn keys and values count, and that the card converts them."""
+    """The checks of the scales of float8_e4m3fn keys and values, and that the card converts
+    these."""
     if k.dtype == FP8 and k.device.type == "cuda" and not card(k.device).fp8:
         raise CardError(
             f"{name}: k is {FP8}, which this GPU does not convert (NVIDIA's do from compute "

@@ -26,8 +26,8 @@ class Query(NamedTuple):
 class Cache(NamedTuple):
     """Keys and values `[B, Hkv, S, D]` and their strides. With a table they are pages, which stand
     where a contiguous cache has rows; v is None for a kernel that reads keys alone. Pages may be
-    float8_e4m3fn: float32 numbers on the device are what these keys and values count, None for
-    1."""
+    float8_e4m3fn; `k_scale` and `v_scale` are then what keys and values are to be multiplied by,
+    one float32 number each on the device, None for 1."""
 
     k: Any
     v: Any

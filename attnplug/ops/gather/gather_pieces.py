@@ -71,8 +71,8 @@ def gather_pieces(
         softcap: as `gather_attention` has it.
         slots: int32 or int64 `[B]`, where this step has written the keys of all rows, as
             `page_bounds` has it. None: the summaries are made already.
-        k_scale, v_scale: float32, one number each, of keys and values in float8_e4m3fn: what is
-            stored, times these, is what they are. None: 1.
+        k_scale, v_scale: float32 `[]` or `[1]`, what keys and values in float8_e4m3fn are to be
+            multiplied by. None: 1.
 
     Returns:
         float32 pieces for `merge_pieces`, as `store_piece` lays them out. Those of a row of length

@@ -14,8 +14,8 @@ and the block whose last key is among them is summarised. There is no count of w
 that a new sequence takes is written anew before one of its blocks is complete again. Whoever copies
 a page's keys copies its summaries along (`page_summaries`).
 
-Keys in fp8 are summarised as they are stored, without the scale that they count: it is one for all,
-and changes no order of scores. Their summaries are codes.
+Keys in fp8 are summarised as they are stored, without their scale, which is one for all keys and
+changes no order of scores. Their summaries are codes.
 
 Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
 """

@@ -8,8 +8,8 @@ from attnplug.ops.common.checks import FP8
 
 
 class Pages(NamedTuple):
-    """Keys and values, each `[pages, Hkv, page, D]`. In fp8 they count `k_scale` and `v_scale`,
-    float32 numbers `[]` on the device, None for 1."""
+    """Keys and values, each `[pages, Hkv, page, D]`. In fp8 they are to be multiplied by `k_scale`
+    and `v_scale`, float32 numbers `[]` on the device, None for 1."""
 
     k: torch.Tensor
     v: torch.Tensor
