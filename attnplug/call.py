@@ -207,7 +207,8 @@ class PagedCall:
     request's keys, 0 for a row that only pads the batch. `state` is what the method's `page_state`
     made. `slots` `[R]` says where the step has written its keys, if the method is still to note
     them (`notes_in_step`). `k_scale` and `v_scale` `[]` are what keys and values in float8_e4m3fn
-    are to be multiplied by, None for 1. Nothing here may be read on the host: CUDA graphs replay the step.
+    are to be multiplied by, None for 1. Nothing here may be read on the host: CUDA graphs replay
+    the step.
     """
 
     q: torch.Tensor
