@@ -206,7 +206,9 @@ class PagedCall:
     tokens. `table` `[R,P]` int32 says which pages are whose. `lengths` `[R]` int32 counts a
     request's keys, 0 for a row that only pads the batch. `state` is what the method's `page_state`
     made. `slots` `[R]` says where the step has written its keys, if the method is still to note
-    them (`notes_in_step`). Nothing here may be read on the host: CUDA graphs replay the step.
+    them (`notes_in_step`). `k_scale` and `v_scale` `[]` are what keys and values in float8_e4m3fn
+    are to be multiplied by, None for 1. Nothing here may be read on the host: CUDA graphs replay
+    the step.
     """
 
     q: torch.Tensor
@@ -219,6 +221,8 @@ class PagedCall:
     sinks: torch.Tensor | None = None
     state: Any = None
     slots: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def room(self) -> int:

@@ -39,7 +39,12 @@ def fits(targets: list[str], quick: bool, only: str | None) -> int:
     """Compile the cases for each target and print what is wrong; 1 if anything is."""
     import attnplug.ops  # noqa: F401 - once, before the processes part
 
-    waiting = [(x, case) for x in targets for case in model_cases(quick, only)]
+    waiting = [
+        (x, case)
+        for x in targets
+        for case in model_cases(quick, only)
+        if TARGETS[x].fp8 or not case.fp8
+    ]
     running: dict[int, Running] = {}
     wrong, start, done = 0, time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:

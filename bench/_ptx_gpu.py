@@ -29,6 +29,11 @@ class Target(NamedTuple):
     def hip(self) -> bool:
         return isinstance(self.arch, str)
 
+    @property
+    def fp8(self) -> bool:
+        """Whether it converts float8_e4m3fn."""
+        return not self.hip and self.capability >= (8, 9)
+
 
 TARGETS = {
     "sm_80": Target("NVIDIA A100", 80, (8, 0), 108, 166912),

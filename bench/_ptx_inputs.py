@@ -8,6 +8,7 @@ import torch
 GPU = torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT32, INT64 = torch.int32, torch.int64
+FP8 = torch.float8_e4m3fn
 MADE: dict[int, int] = {}  # of an op's cases, the arguments' numbers by their storage
 KEPT: list[torch.Tensor] = []  # so that no storage gets the address of another
 Cases = Iterator[tuple[str, Callable[[], Any]]]

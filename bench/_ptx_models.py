@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from _ptx_inputs import BF16, FP32, INT64, attention, new, padding, summaries
+from _ptx_inputs import BF16, FP8, FP32, INT64, attention, new, padding, summaries
 from _ptx_tokens import sketched, tier_of
 
 # (query heads, KV heads, head dimension)
@@ -25,6 +25,7 @@ class Case(NamedTuple):
 
     name: str
     call: Callable[[], Any]
+    fp8: bool = False  # for cards that convert it
 
 
 class Layer(NamedTuple):
@@ -105,6 +106,25 @@ class Layer(NamedTuple):
         slots, out = new(rows, dtype=INT64), new(*q.shape, dtype=self.dtype)
         gather_rows(q, k, v, bounds, table, new(rows), new(rows), out, slots=slots, **options)
 
+    def gather_fp8(self, rows: int) -> None:
+        """A served step over pages in fp8, in one chain and in halves, and what notes a prompt's
+        keys."""
+        from attnplug.ops import page_bounds
+        from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
+        from attnplug.ops.gather.gather_rows import gather_rows
+
+        (q, k, v), table = self.pages(rows, 131072)
+        k, v = new(*k.shape, dtype=FP8), new(*v.shape, dtype=FP8)
+        bounds, _ = summaries(new(1, self.kv_heads, 8192 * PAGE, self.width), 16, int8=True)
+        options = {"scale": 0.1, "block": 16, "top_k": 256, "sink": 8, "local": 32}
+        options |= {name: new(1, dtype=FP32) for name in ("k_scale", "v_scale")}
+        options |= {"scoring": "band", "slots": new(rows, dtype=INT64)}
+        lengths, out = new(rows), new(*q.shape, dtype=self.dtype)
+        gather_rows(q, k, v, bounds, table, lengths, new(rows), out, **options)
+        pieces = gather_pieces(q, k, v, bounds, table, lengths, **options)
+        merge_pieces(pieces, lengths, out)
+        page_bounds(k, bounds, new(4096, dtype=INT64), block=16, band=True)
+
     def gvr(self, batch: int, size: int) -> None:
         from attnplug import ops
 
@@ -184,6 +204,10 @@ class Layer(NamedTuple):
         yield Case("momo 32K", lambda: self.momo(32768, 128, 16))
         yield Case("gather 32K, batch 64", lambda: self.gather(64, 32768))
         yield Case("gather, pages of 8 rows", lambda: self.gather_pages(8))
+        if self.dtype == BF16:
+            for rows in (1, 8):
+                name = f"gather, fp8 pages, batch {rows}"
+                yield Case(name, lambda rows=rows: self.gather_fp8(rows), fp8=True)
         if self.width <= 256:
             yield Case("gvr 32K", lambda: self.gvr(1, 32768))
 

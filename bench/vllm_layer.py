@@ -182,12 +182,12 @@ class Layers:
                 attend(q, k.transpose(1, 2), v.transpose(1, 2), out)
 
             if halves:
-                steps = q, (k, v), batch.table, far, out
+                steps = q, pages_of(k, v), batch.table, far, out
                 served.attend_steps(*steps, slots=batch.slots, dense=near)
             else:
                 served.state.update(k, batch.slots)
                 near()
-                served.attend_steps(q, (k, v), batch.table, far, out)
+                served.attend_steps(q, pages_of(k, v), batch.table, far, out)
 
         return step
 
@@ -198,6 +198,13 @@ class Layers:
 
 
 # ---- dense attention -------------------------------------------------------------------------
+
+
+def pages_of(k: torch.Tensor, v: torch.Tensor) -> Any:
+    """What `ServedLayer` takes for a layer's pages; an older tree takes two tensors."""
+    from attnplug.serve.paged.pages import Pages
+
+    return Pages(k, v) if hasattr(Pages, "_fields") else (k, v)
 
 
 def has_flash() -> bool:

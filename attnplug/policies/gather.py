@@ -23,7 +23,7 @@ from attnplug.ops import (
     select_blocks,
     tiered_decode,
 )
-from attnplug.ops.common.checks import BLOCKS, WIDE_HEAD_DIMS
+from attnplug.ops.common.checks import BLOCKS, FP8, WIDE_HEAD_DIMS
 from attnplug.ops.gather.block_bounds import summary_parts
 from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
 from attnplug.ops.gather.gather_rows import gather_rows
@@ -70,7 +70,8 @@ class Gather(DenseBelow):
     None is 32,768 keys' worth, or what a step wants where that is more. bounds: what the summaries
     are kept as: "int8" codes, or "exact", the keys' own dtype. Codes of bounds are rounded
     outwards, those of a band have one width for all channels. None is "int8" in caches of many
-    tokens, and on pages for "band" alone. There a band's codes are its two edges.
+    tokens, and on pages for "band" alone. There a band's codes are its two edges,
+    and summaries of keys in fp8 are always codes.
     """
 
     k: int = 256
@@ -249,7 +250,8 @@ class Gather(DenseBelow):
         """Summaries by physical block, so that requests share them as they share pages."""
         if k.shape[2] % self.block:
             return None
-        return empty_page_bounds(k, self.block, dtype=self._page_codes)
+        dtype = torch.int8 if k.dtype == FP8 else self._page_codes
+        return empty_page_bounds(k, self.block, dtype=dtype)
 
     def page_share(self, itemsize: int) -> float:
         return 1 / self.block / (1 if self._page_codes is None else itemsize)
@@ -300,6 +302,8 @@ class Gather(DenseBelow):
             scoring=self.scoring,
             softcap=call.softcap,
             slots=call.slots,
+            k_scale=call.k_scale,
+            v_scale=call.v_scale,
         )
 
     def end_far(
@@ -329,6 +333,8 @@ class Gather(DenseBelow):
             local=self.local,
             scoring=self.scoring,
             slots=call.slots,
+            k_scale=call.k_scale,
+            v_scale=call.v_scale,
             **call.options,
         )
 

@@ -14,6 +14,10 @@ from attnplug.testing.inputs import LAYOUTS, AttentionInputs, lay_out, odd_input
 from attnplug.testing.oracle import largest, oracle_attention, tolerance
 from attnplug.testing.report import CheckReport, collect
 
+# The tests of `torch.library.opcheck`: the first compares the arguments before and after the call.
+COMPARING = ("test_schema",)
+OTHERS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
 
 def check_op(
     op: Callable[..., Any],
@@ -136,12 +140,16 @@ def _cloned(tree: Any) -> Any:
 
 
 def opcheck_calls(call: Callable[[], Any]) -> set[str]:
-    """Hold every op that `call()` calls to `torch.library.opcheck`; the names of these ops."""
+    """Hold every op that `call()` calls to `torch.library.opcheck`; the names of these ops. A call
+    with float8 tensors, which torch cannot compare, is not held to what its schema writes."""
     with _Recorder() as recorder:
         call()
     assert recorder.calls, "it calls no registered op: torch.compile would trace into it"
     for func, args, kwargs in recorder.calls:
-        found = torch.library.opcheck(func, args, kwargs, raise_exception=False)
+        tests = COMPARING + OTHERS
+        if any("float8" in str(x.dtype) for x in args if isinstance(x, torch.Tensor)):
+            tests = OTHERS
+        found = torch.library.opcheck(func, args, kwargs, test_utils=tests, raise_exception=False)
         failed = {test: result for test, result in found.items() if result != "SUCCESS"}
         assert not failed, f"{func}: {failed}"
     return {func.name() for func, _, _ in recorder.calls}

@@ -294,7 +294,7 @@ def test_gather_rows(device_path, monkeypatch, length, chosen):
         rows = torch.tensor([SANE, last], dtype=dtype)
         lengths, near = guard(rows if far else rows * 0), guard(rows * 0 if far else rows)
         slots = guard(torch.tensor([SANE + 1, -1]))
-        choice = 0.125, BLOCK, 1, 1, 2, "bounds", 0.0
+        choice = 0.125, BLOCK, 1, 1, 2, "bounds", 0.0, None, None
         args = [q, *pages, bounds, table, lengths, near, out, None, slots, *choice]
         whole = rows_of_pages.Whole(64, 2, 2)  # a tile of several pages
         launch = functools.partial(rows_of_pages.launch_gather_rows, whole=whole)

@@ -85,7 +85,7 @@ def test_gather_pieces(device_path, monkeypatch, length, page):
             pages.guard.watch(monkeypatch)
         lengths = pages.guard(typed(last, SANE).flip(0))
         slots = pages.guard(torch.tensor([SANE + 1, -1]))
-        choice = 0.125, BLOCK, 1, 1, 2, "bounds", 0.0
+        choice = 0.125, BLOCK, 1, 1, 2, "bounds", 0.0, None, None
         args = [pages.q, *pages.kv, pages.bounds, pages.table, lengths, slots, *choice]
         op = halves._gather_pieces, halves._allocate
         pieces = pages.guard(call(op, halves.launch_gather_pieces, path, device, args))

@@ -28,6 +28,7 @@ from attnplug.ops.sketch.state import Basis, Codes, empty_codes
 from attnplug.policies import _prefill_op
 
 Inputs = dict[str, Any]
+FP8 = torch.float8_e4m3fn
 
 
 class Contract(NamedTuple):
@@ -112,6 +113,7 @@ def page_bounds() -> Iterator[Inputs]:
     yield {"k": k, "bounds": empty_page_bounds(k, 16), "slots": slots, "block": 16}
     codes = empty_page_bounds(k, 16, dtype=torch.int8)
     yield {"k": k, "bounds": codes, "slots": slots, "block": 16, "band": True}
+    yield {"k": k.to(FP8), "bounds": codes, "slots": slots, "block": 16}
 
 
 def select_blocks() -> Iterator[Inputs]:
@@ -167,7 +169,15 @@ def on_pages() -> Inputs:
     return {"q": token(), **paged, "bounds": bounds, "scale": 0.125, **CHOICE}
 
 
+def in_fp8(there: Inputs) -> Inputs:
+    """The same on pages in fp8."""
+    k, v = (there[name].to(FP8) for name in "kv")
+    scales = {name: torch.tensor([0.5]) for name in ("k_scale", "v_scale")}
+    return there | {"k": k, "v": v, "bounds": empty_page_bounds(k, 16, dtype=torch.int8), **scales}
+
+
 def pieces() -> Iterator[Inputs]:
+    yield in_fp8(on_pages()) | {"slots": torch.tensor([31, -1]), "softcap": 3.0}
     yield on_pages() | {"slots": torch.tensor([31, -1]), "softcap": 3.0}
     yield on_pages()
 
@@ -180,6 +190,7 @@ def merged_pieces() -> Iterator[Inputs]:
 def served_rows() -> Iterator[Inputs]:
     there = on_pages() | {"near": torch.tensor([0, 80]), "out": torch.zeros_like(token())}
     there["lengths"] = there["lengths"] * torch.tensor([1, 0])
+    yield in_fp8(there) | {"slots": torch.tensor([31, -1])} | CAPPED
     yield there | {"slots": torch.tensor([31, -1])} | CAPPED
     yield there
 

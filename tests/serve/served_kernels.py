@@ -1,11 +1,11 @@
 """python served_kernels.py JOB: which kernels requests in vLLM would compile, found without a GPU.
 
-JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows", "prompts"}. A layer
-is warmed as vLLM's profile run warms it, and then serves so many drawn prompts and all numbers of
-steps. Tensors are fakes that say they are on an H200, and a launch ends where Triton would look
-for its kernel. Prints one JSON line: how many kernels were warmed, and of each that was not the
-request that wants it and in what its arguments differ from those of the warm one that is most
-alike.
+JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows", "prompts"}, and for
+pages in fp8 {"fp8": "scaled"} or "plain". A layer is warmed as vLLM's profile run warms it, and
+then serves so many drawn prompts and all numbers of steps.
+Tensors are fakes that say they are on an H200, and a launch ends where Triton would look for its
+kernel. Prints one JSON line: how many kernels were warmed, and of each that was not the request
+that wants it and in what its arguments differ from those of the warm one that is most alike.
 """
 
 import json
@@ -73,9 +73,12 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 class Server:
     """A served layer, warmed."""
 
-    def __init__(self, policy: str, heads: int, kv_heads: int, dim: int, **room: int):
+    def __init__(
+        self, policy: str, heads: int, kv_heads: int, dim: int, fp8: str = "", **room: int
+    ):
         from attnplug.policies import parse
         from attnplug.serve.paged.layer import ServedLayer
+        from attnplug.serve.paged.pages import Pages
         from attnplug.serve.paged.phases import Phases
 
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
@@ -91,8 +94,13 @@ class Server:
         )
         shape = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16, device=GPU)
         self.layer.warm_prompts(min(self.chunk, self.longest), self.longest, **shape)
-        self.layer.warm_steps(self.rows, self.longest, page=PAGE, **shape)
-        self.pages = tuple(new(PAGES, kv_heads, PAGE, dim) for _ in range(2))
+        stored = {"fp8": bool(fp8), "scaled": fp8 == "scaled"}
+        self.layer.warm_steps(self.rows, self.longest, page=PAGE, **stored, **shape)
+        kept = {"dtype": torch.uint8} if fp8 else {}
+        self.pages = Pages(*(new(PAGES, kv_heads, PAGE, dim, **kept) for _ in range(2)))
+        if fp8:
+            scales = [new(1, dtype=torch.float32) if fp8 == "scaled" else None for _ in "kv"]
+            self.pages = self.pages.in_fp8(*scales)
         self.table = new(self.rows, -(-self.longest // PAGE), dtype=torch.int32)
 
     def prompt(self, draw: random.Random) -> str:

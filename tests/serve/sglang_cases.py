@@ -11,11 +11,14 @@ from attnplug.serve.sglang.backend import backend_class
 from attnplug.serve.sglang.options import SGLANG
 
 HEADS, KV_HEADS, WIDTH, LONGEST, LAYERS = 4, 2, 64, 512, 2
+FP8 = torch.float8_e4m3fn
+SCALES = (1.0, 0.03, 0.9)  # of queries, keys and values of a first layer in fp8; others have none
 
 
 class Server:
     """A backend, its pools, and requests whose queries, keys and values are drawn by position, so
-    that equal prefixes are equal pages. Request r has pool row r + 1."""
+    that equal prefixes are equal pages. Request r has pool row r + 1. With a `cache` in fp8 all are
+    numbers that it holds."""
 
     def __init__(
         self,
@@ -24,9 +27,10 @@ class Server:
         requests: int = 6,
         layers: int = LAYERS,
         kit: Any = sglang_stand_in,
+        cache: torch.dtype = torch.float32,
         **changes,
     ):
-        self.kit = kit
+        self.kit, self.cache = kit, cache
         self.page = page_size
         self.attentions = [
             kit.RadixAttention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, i) for i in range(layers)
@@ -34,7 +38,12 @@ class Server:
         for name, value in changes.pop("layer", {}).items():
             setattr(self.attentions[0], name, value)
         size = 40 * 64
-        pool = kit.token_pool(size, page_size, layers, KV_HEADS, WIDTH, torch.float32)
+        if cache == FP8:
+            first = self.attentions[0]
+            first.k_scale, first.v_scale = (
+                torch.nn.Parameter(torch.tensor(x), requires_grad=False) for x in SCALES[1:]
+            )
+        pool = kit.token_pool(size, page_size, layers, KV_HEADS, WIDTH, cache)
         self.requests = kit.request_pool(requests, LONGEST)
         self.runner = kit.model_runner(
             self.attentions, pool, self.requests, page_size=page_size, context=LONGEST
@@ -74,7 +83,11 @@ class Server:
             seed = ((self.seeds[request][at] * LONGEST + at) * 4 + kind) * 8 + layer
             draw = torch.Generator().manual_seed(seed)
             made.append(torch.randn(heads, WIDTH, generator=draw))
-        return torch.stack(made)
+        drawn = torch.stack(made)
+        if self.cache == FP8:
+            scale = SCALES[kind] if layer == 0 else 1.0
+            drawn = (drawn / scale).to(FP8).float() * scale
+        return drawn
 
     def _slots(self, request: int, first: int, last: int) -> torch.Tensor:
         while len(self.pages[request]) * self.page < last:

@@ -53,6 +53,11 @@ class FlashAttentionBackend(flash.FlashAttentionBackend):
 def attention(q, k_cache, v_cache, *, out=None, **given: Any) -> torch.Tensor:
     """In the place of `flash_attn_with_kvcache`."""
     assert given["causal"] and not given["softcap"] and given.get("sinks") is None
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    if q.dtype == sglang_stand_in.FP8:  # one scale for all rows and heads, or none
+        scales = (given.get(name) for name in ("k_descale", "v_descale"))
+        k, v = (1.0 if x is None else x.unique() for x in scales)
+        q, k_cache, v_cache = q.float(), k_cache.float() * k, v_cache.float() * v
     made = sglang_stand_in.flash_attention(
         q,
         k_cache,
@@ -100,7 +105,7 @@ def token_pool(size: int, page_size: int, layers: int, kv_heads: int, head_dim: 
         size, page_size, dtype, kv_heads, head_dim, layers, "cpu", enable_memory_saver=False
     )
     for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.fill_(torch.nan)
+        buffer.fill_(127 if buffer.dtype == torch.uint8 else torch.nan)  # in fp8 NaN's byte
     return pool
 
 
@@ -125,7 +130,8 @@ def model_runner(layers, pool, requests, *, page_size: int, context: int) -> Any
     )
     made.server_args = _server()
     made.sliding_window_size = None
-    made.kv_cache_dtype_str = "auto"
+    made.kv_cache_dtype = pool.dtype
+    made.kv_cache_dtype_str = "fp8_e4m3" if pool.dtype == sglang_stand_in.FP8 else "auto"
     made.is_draft_worker = False
     made.attention_chunk_size = None
     config = made.model_config

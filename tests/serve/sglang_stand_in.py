@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+FP8 = torch.float8_e4m3fn
 ForwardMode = enum.Enum("ForwardMode", "EXTEND DECODE MIXED IDLE TARGET_VERIFY")
 ForwardMode.is_decode_or_idle = lambda self: self.name in ("DECODE", "IDLE")  # pyright: ignore
 ForwardMode.is_extend_or_draft_extend_or_mixed = lambda self: (  # pyright: ignore
@@ -45,15 +46,24 @@ class MHATokenToKVPool:
     post_capture_active = False
 
     def __init__(self, size: int, page_size: int, layers: int, kv_heads: int, head_dim: int, dtype):
-        shape = size + page_size, kv_heads, head_dim
-        self.k_buffer = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(layers)]
-        self.v_buffer = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(layers)]
+        shape, self.dtype = (size + page_size, kv_heads, head_dim), dtype
+        nothing = torch.full(shape, torch.nan).to(dtype)
+        if dtype == FP8:  # stored as bytes, in which torch can write
+            nothing = nothing.view(torch.uint8)
+        self.k_buffer = [nothing.clone() for _ in range(layers)]
+        self.v_buffer = [nothing.clone() for _ in range(layers)]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k_buffer[layer_id], self.v_buffer[layer_id]
+        return self.k_buffer[layer_id].view(self.dtype), self.v_buffer[layer_id].view(self.dtype)
 
     def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None) -> None:
         assert len(loc_info) == len(cache_k) == len(cache_v)
+        if self.dtype == FP8:
+            if k_scale is not None:
+                cache_k.div_(k_scale)  # in place, as SGLang does
+            if v_scale is not None:
+                cache_v.div_(v_scale)
+            cache_k, cache_v = (x.to(FP8).view(torch.uint8) for x in (cache_k, cache_v))
         self.k_buffer[layer.layer_id][loc_info] = cache_k
         self.v_buffer[layer.layer_id][loc_info] = cache_v
 
@@ -195,10 +205,15 @@ class FlashAttentionBackend:
 
     def _attend(self, kind, q, k, v, layer, forward_batch, save_kv_cache):
         if k is not None and save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            scales = layer.k_scale, layer.v_scale
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
         self.served.append(f"{kind} {len(q)}")
         keys, values = self.get_paged_mha_kv_cache(layer)
         m = self.forward_metadata
+        if keys.dtype == FP8:  # queries have no scale
+            q, keys, values = q.to(FP8).float(), keys.float(), values.float()
+            if layer.k_scale is not None:
+                keys, values = keys * layer.k_scale, values * layer.v_scale
         made = flash_attention(
             q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim),
             keys,
@@ -252,6 +267,7 @@ def model_runner(layers, pool, requests, *, page_size: int, context: int) -> typ
         device="cpu",
         dtype=torch.float32,
         kv_cache_dtype=torch.float32,
+        kv_cache_dtype_str="auto",
         page_size=page_size,
         use_mla_backend=False,
         model=torch.nn.ModuleList(layers),

@@ -21,6 +21,7 @@ from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.policies import AttentionCall
 from attnplug.policies.momo import LEAST_CHUNK
 from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.paged.pages import Pages
 from attnplug.serve.paged.phases import Phases
 from attnplug.serve.paged.rows import Row
 from attnplug.serve.paged.state import share_of_cache
@@ -75,12 +76,66 @@ def test_chunks_on_the_grid_give_what_the_whole_prompt_gives(chunk):
             batch = [torch.cat([other, x[first:last]]) for other, x in parts]
             made = torch.full((beside + last - first, HEADS, WIDTH), torch.nan)
             row = Row(index=1, first=beside, queries=last - first, seen=last)
-            layer.attend_prompt(row, *batch, (cache.k, cache.v), cache.table, made)
+            layer.attend_prompt(row, *batch, Pages(cache.k, cache.v), cache.table, made)
             assert made[:beside].isnan().all()  # nobody else's output is touched
             out[first:last] = made[beside:]
         # The reference multiplies the rows of a call at once, and BLAS rounds by their number.
         room = torch.finfo(torch.float32).eps * whole.abs().max()
         assert (out - whole).abs().max() <= room
+
+
+FP8, K_SCALE, V_SCALE = torch.float8_e4m3fn, 0.03, 1.7
+
+
+def in_fp8(cache: Cache) -> tuple[Pages, Pages]:
+    """A cache's pages in fp8, and the same descaled."""
+    scales = torch.tensor([K_SCALE]), torch.tensor(V_SCALE)  # as engines have them
+    k, v = (cache.k / scales[0]).to(FP8), (cache.v / scales[1]).to(FP8)
+    meant = Pages(k.float() * K_SCALE, v.float() * V_SCALE)
+    return Pages(k.view(torch.uint8), v.view(torch.uint8)).in_fp8(*scales), meant
+
+
+@pytest.mark.parametrize("chunk", [64, 235])
+def test_a_prompt_over_fp8_pages_reads_what_is_stored(chunk):
+    """A whole prompt too, whose keys are at hand in 32 bits: a prefix hit reads the same."""
+    count, cache = 235, Cache(2, 256)
+    q, k, v = tokens(count, HEADS, 1), tokens(count, KV_HEADS, 2), tokens(count, KV_HEADS, 3)
+    cache.write(1, 0, k, v)
+    layer, (fp8, meant), made = served(Phases(prefill=MOMO)), in_fp8(cache), []
+    for pages, new in ((fp8, (k, v)), (meant, (None, None))):
+        out = torch.full((count, HEADS, WIDTH), torch.nan)
+        for first in range(0, count, chunk):
+            last = min(first + chunk, count)
+            rows = [None if x is None else x[first:last] for x in (q, *new)]
+            row = Row(index=1, first=0, queries=last - first, seen=last)
+            layer.attend_prompt(row, *rows, pages, cache.table, out[first:last])
+        made.append(out)
+    room = 1e-5 * made[1].abs().max()
+    assert (made[0] - made[1]).abs().max() <= room
+
+
+def test_steps_over_fp8_pages_read_what_is_stored():
+    """A far row, a near one and one that pads, in halves and in one chain, with summaries of the
+    stored keys."""
+    phase = Gather(k=3, block=PAGE, sink=1, local=2, min_tokens=200)
+    cache, lengths = Cache(3, 320), torch.tensor([304, 160, 0], dtype=torch.int32)
+    k, v, q = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3), tokens(3, HEADS, 4)
+    slots = torch.cat([cache.write(i, 0, k[:n], v[:n]) for i, n in enumerate(lengths.tolist())])
+    made, rule = [], served(Phases(decode=phase)).rule
+    chosen = rule.far(lengths)
+    far = Far(lengths * chosen, chosen, lengths * ~chosen)
+    for pages in in_fp8(cache):
+        layer = served(Phases(decode=phase))
+        layer.state.update(pages.k, slots)
+        assert layer.state.of(pages.k).dtype == torch.int8
+        for more in ({}, {"dense": lambda: None}):
+            out = torch.zeros_like(q)
+            layer.attend_steps(q, pages, cache.table, far, out, **more)
+            made.append(out)
+    halves, chain, want_halves, want_chain = made
+    assert halves[0].any() and not halves[1:].any() and chain[1].any()
+    for found, want in ((halves, want_halves), (chain, want_chain)):
+        assert (found - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_the_crossover_counts_the_keys_seen():
@@ -137,7 +192,7 @@ def test_gather_on_pages_is_gather_on_a_contiguous_cache(scoring):
     q, out = tokens(3, HEADS, 4), torch.full((3, HEADS, WIDTH), 7.0)
     chosen = layer.rule.far(torch.tensor(lengths))
     far = Far((torch.tensor(lengths) * chosen).int(), chosen)
-    layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
+    layer.attend_steps(q, Pages(cache.k, cache.v), cache.table, far, out)
     assert (out[1:] == 7.0).all()  # what serves those rows stays
     keys, values = (x[:301].transpose(0, 1)[None].contiguous() for x in (k, v))
     bounds = empty_bounds(keys, PAGE)
@@ -188,7 +243,7 @@ def test_gvr_on_pages_is_gvr_on_a_contiguous_cache_wherever_its_rows_move():
         table = cache.table[[0 if row is None else row for row in order]]
         chosen = layer.rule.far(lengths)
         assert chosen.sum() == len(held)
-        layer.attend_steps(q, (cache.k, cache.v), table, Far(lengths.int(), chosen), out)
+        layer.attend_steps(q, Pages(cache.k, cache.v), table, Far(lengths.int(), chosen), out)
         for place, row in enumerate(order):
             if row is None:
                 assert (out[place] == 7.0).all()
@@ -205,7 +260,7 @@ def test_steps_below_a_covering_budget_are_dense():
     k, v, q = tokens(320, KV_HEADS, 2), tokens(320, KV_HEADS, 3), tokens(1, HEADS, 4)
     layer.state.update(cache.k, cache.write(0, 0, k, v))
     far, out = Far(torch.tensor([320], dtype=torch.int32), torch.tensor([True])), q.clone()
-    layer.attend_steps(q, (cache.k, cache.v), cache.table, far, out)
+    layer.attend_steps(q, Pages(cache.k, cache.v), cache.table, far, out)
     rows = (x.double().transpose(0, 1)[None] for x in (q, k, v))
     want = torch.nn.functional.scaled_dot_product_attention(*rows, scale=0.125, enable_gqa=True)
     plain = torch.nn.functional.scaled_dot_product_attention(
@@ -233,7 +288,7 @@ def test_a_step_notes_what_it_writes_and_runs_the_other_rows_attention_first():
         out.fill_(5.0)
 
     assert layer.notes_in_step and not served(Phases(decode=Gvr())).notes_in_step
-    steps = q, (cache.k, cache.v), cache.table, far, out
+    steps = q, Pages(cache.k, cache.v), cache.table, far, out
     layer.attend_steps(*steps, slots=slots, dense=dense)
     assert (out[1:] == 5.0).all() and not (out[0] == 5.0).any()
     at = (slots[:2] // PAGE, slice(None))
@@ -270,6 +325,8 @@ def test_warming_runs_every_method_without_a_trace(monkeypatch):
     # A whole prompt and a chunk behind others, and all powers of two (test_served_kernels).
     assert {(64, 64), (63, 63), (64, 128), (64, 127), (24, 24), (48, 48)} <= set(calls[:-6])
     assert layer.state._made is None  # nothing is kept
+    for scaled in (True, False):
+        layer.warm_steps(1, 128, page=PAGE, fp8=True, scaled=scaled, **shape)
     calls.clear()
     monkeypatch.setattr("attnplug.policies.momo.FAR", 100)  # where a span ends
     layer = served(Phases(prefill=dataclasses.replace(MOMO, gamma=None, top_k=3, min_tokens=64)))
@@ -293,6 +350,7 @@ def test_the_states_share_of_memory():
     assert share_of_cache(Gvr(), 64, torch.float16) == Gvr().page_share(2)
     codes = 260 / (16 * 512)  # and what a cache of this size has for a frame
     assert codes < share_of_cache(Gather(block=16), 128, torch.bfloat16) < 1.01 * codes
+    assert 2 * codes < share_of_cache(Gather(block=16), 128, FP8) < 2.02 * codes
     bounds = Gather(block=16, scoring="bounds")
     assert share_of_cache(bounds, 128, torch.bfloat16) == 1 / 16
     bounds = dataclasses.replace(bounds, block=128)
@@ -312,7 +370,7 @@ def test_batches_of_few_rows_need_no_other_attention_where_gather_reads_near_row
     layer.state.update(cache.k, slots)
     chosen = layer.rule.far(lengths)
     far, q = Far(lengths * chosen, chosen, lengths * ~chosen), tokens(3, HEADS, 4)
-    steps, called = (q, (cache.k, cache.v), cache.table), []
+    steps, called = (q, Pages(cache.k, cache.v), cache.table), []
     gathered = torch.full_like(q, 7.0)
     layer.attend_steps(*steps, far, gathered)
     assert (gathered[1:] == 7.0).all()  # nobody else is there, and none is asked to read them

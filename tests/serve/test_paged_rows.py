@@ -70,7 +70,11 @@ def test_a_row_is_gathered_through_its_table(length, page, random):
         return
     cache = torch.randn(12, 2, page, 64)
     table = torch.tensor(numbers + [0] * 3, dtype=torch.int32)
-    found = contiguous_row(cache, table, length)
+    found = contiguous_row(cache, table, length, cache.dtype)
     assert found.shape == (1, 2, length, 64)
     for n in range(length):
         assert torch.equal(found[0, :, n], cache[numbers[n // page], :, n % page])
+    fp8 = cache.to(torch.float8_e4m3fn)
+    found = contiguous_row(fp8, table, length, torch.bfloat16)
+    want = contiguous_row(fp8.float(), table, length, torch.bfloat16)
+    assert torch.equal(found, want) and found.dtype == torch.bfloat16

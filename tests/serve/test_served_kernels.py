@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ LLAMA = dict(heads=32, kv_heads=8, dim=128, chunk=8192, longest=131072, rows=9)
 SMALL = dict(heads=9, kv_heads=3, dim=64, chunk=2048, longest=8192, rows=4)
 
 
-def kernels(policy: str, shape: dict[str, int]) -> dict:
+def kernels(policy: str, shape: dict[str, Any]) -> dict:
     job = json.dumps(shape | {"policy": policy})
     # The kernels are to be Triton's, which is not imported here.
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -36,6 +37,8 @@ def kernels(policy: str, shape: dict[str, int]) -> dict:
         ("momo(min_tokens=1024, top_k=8)+gather(k=8, sink=1, local=4, min_tokens=1024)", SMALL),
         ("momo(min_tokens=1024, top_k=8)+gvr(k=256, sink=16, min_tokens=1024)", SMALL),
         ("stream", SMALL),
+        ("momo+gather", LLAMA | {"fp8": "scaled"}),
+        ("gather(k=8, sink=1, local=4, min_tokens=1024)", SMALL | {"fp8": "plain"}),
     ],
 )
 def test_requests_find_their_kernels_warm(policy, shape, prompts):

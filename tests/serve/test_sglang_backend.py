@@ -6,7 +6,7 @@ import random
 import pytest
 import sglang_stand_in as stand_in
 import torch
-from sglang_cases import HEADS, KV_HEADS, LONGEST, WIDTH, Graph, Server
+from sglang_cases import FP8, HEADS, KV_HEADS, LONGEST, WIDTH, Graph, Server
 
 import attnplug
 from attnplug import Gather, Momo
@@ -85,6 +85,17 @@ def test_batches_of_every_kind_give_attention(policy, page_size):
         server = Server(policy, page_size)
         assert draw_schedule(server, random.Random(seed), 40) < CLOSE
         assert stale(server) == 0
+
+
+@pytest.mark.parametrize("policy", [COVERING, "dense"])
+def test_an_fp8_cache_is_read_with_each_layers_scales(policy):
+    """The first layer has scales, the second none. SGLang divides keys by them in place, so that a
+    prompt's own are no longer what they were."""
+    server = Server(policy, 64, cache=FP8)
+    assert server.backend._pages(server.attentions[0]).fp8
+    assert draw_schedule(server, random.Random(1), 40) < CLOSE
+    assert policy == "dense" or stale(server) == 0
+    server.backend.warm()
 
 
 @pytest.mark.parametrize("policy", ["momo(min_tokens=64, top_k=512)", "dense"])
@@ -303,7 +314,7 @@ def test_warming_runs_each_kind_of_layer_once(monkeypatch):
     shape["device"] = torch.device("cpu")
     assert called == [
         (0, "warm_prompts", (128, LONGEST), shape),
-        (0, "warm_steps", (6, LONGEST), shape | {"page": 32}),
+        (0, "warm_steps", (6, LONGEST), shape | {"page": 32, "fp8": False, "scaled": False}),
     ]
 
 

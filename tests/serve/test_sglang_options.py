@@ -143,6 +143,19 @@ def test_what_does_not_conflict_starts():
         check_card(capability)
 
 
+FP8 = {"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}
+
+
+def test_an_fp8_cache_is_served_on_hopper():
+    check_model(runner(**FP8), policy())
+    check_card((9, 0), torch.float8_e4m3fn)
+    with pytest.raises(ServeError, match=r"fp8_e4m3: gather's .* drop bounds='exact'"):
+        check_model(runner(**FP8), policy("gather(bounds='exact')"))
+    for capability in ((8, 0), (8, 9)):
+        with pytest.raises(ServeError, match=r"on Hopper alone.*--kv-cache-dtype auto"):
+            check_card(capability, torch.float8_e4m3fn)
+
+
 class HybridLinearKVPool:
     post_capture_active = False
 
@@ -152,7 +165,8 @@ class HybridLinearKVPool:
     [
         ({"use_mla_backend": True}, "SGLang's own MLA backends"),
         ({"config__is_encoder_decoder": True}, "the model has an encoder"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "the cache's keys are torch.float8_e4m3fn"),
+        ({"kv_cache_dtype": torch.float8_e5m2}, "the cache's keys are torch.float8_e5m2"),
+        (FP8 | {"kv_cache_dtype_str": "mxfp8"}, "--kv-cache-dtype mxfp8.*one scale for a layer"),
         ({"token_to_kv_pool": HybridLinearKVPool()}, "the cache is a HybridLinearKVPool"),
         ({"pool__post_capture_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
         ({"config__num_hidden_layers": 2}, "names layer 3, and the model's are 0 to 1"),

@@ -28,6 +28,13 @@ def test_batches_of_every_kind_give_attention(policy, page_size):
     assert policy == "dense" or stale(made) == 0
 
 
+@pytest.mark.parametrize("policy", [COVERING, "dense"])
+def test_an_fp8_cache_is_read_with_each_layers_scales(policy):
+    made = server(policy, 64, cache=sglang_cases.FP8)
+    assert draw_schedule(made, random.Random(1), 40) < CLOSE
+    assert policy == "dense" or stale(made) == 0
+
+
 def test_prompts_alone_need_no_pages_of_a_certain_size():
     assert draw_schedule(server("momo(min_tokens=64)", 1), random.Random(0), 30) < CLOSE
 

@@ -10,17 +10,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize(
-    "policy",
+    "policy, cache",
     [
-        COVERING,
-        "momo(min_tokens=64, top_k=512)",
-        "gather(min_tokens=100)",
-        "gvr(min_tokens=100)",
-        "dense",
+        (COVERING, "auto"),
+        ("momo(min_tokens=64, top_k=512)", "auto"),
+        ("gather(min_tokens=100)", "auto"),
+        ("gvr(min_tokens=100)", "auto"),
+        ("dense", "auto"),
+        (COVERING, "fp8"),
+        ("momo(min_tokens=64, top_k=512)", "fp8"),
+        ("dense", "fp8"),
     ],
 )
-def test_batches_of_every_mixture_give_attention(backend, monkeypatch, policy):
-    layer = Layer(backend, monkeypatch, policy)
+def test_batches_of_every_mixture_give_attention(backend, monkeypatch, policy, cache):
+    """In fp8 FlashAttention gets quantized queries, and the methods those that the model made."""
+    layer = Layer(backend, monkeypatch, policy, cache=cache)
+    # vLLM's layer asks for it when it is made.
+    assert layer.impl.supports_quant_query_input == (cache == "auto")
     batches = [
         [(0, 0, 90)],  # a whole prompt, momo's
         [(0, 90, 170), (1, 0, 50)],  # a later chunk, momo's, beside a short prompt
@@ -112,7 +118,36 @@ def test_the_policy_shapes_the_cache(backend, monkeypatch):
     served("momo")
     assert plug.get_preferred_block_size(16) == 16
     assert plug.get_required_kv_cache_layout() is None
-    assert not plug.supports_kv_cache_dtype("fp8")
+    assert plug.supports_kv_cache_dtype("bfloat16")
+    assert not plug.supports_kv_cache_dtype("fp8_e5m2") and not plug.supports_kv_cache_dtype("fp8")
+    assert not plug.supports_per_head_quant_scales()
+    # What FlashAttention says on Hopper.
+    flash = backend.FlashAttentionBackend
+    monkeypatch.setattr(flash, "supports_kv_cache_dtype", classmethod(lambda *_: True))
+    assert plug.supports_kv_cache_dtype("fp8") and plug.supports_kv_cache_dtype("fp8_e4m3")
+    assert not plug.supports_kv_cache_dtype("fp8_e5m2")
+
+
+def test_a_gpu_whose_flash_attention_reads_no_fp8_is_named(backend, monkeypatch):
+    from attnplug.errors import ServeError
+
+    layer = Layer(backend, monkeypatch, "momo")
+    layer.config.cache_config.cache_dtype = "fp8"
+    flash = backend.FlashAttentionBackend
+    monkeypatch.setattr(flash, "supports_kv_cache_dtype", classmethod(lambda *_: False))
+    with pytest.raises(ServeError, match="FlashAttention's, which reads no fp8 cache on this GPU"):
+        backend.PlugBackend.validate_configuration(
+            head_size=128, dtype=torch.bfloat16, kv_cache_dtype="fp8", block_size=None
+        )
+
+
+def test_a_checkpoints_own_fp8_cache_is_held_to_the_same(backend, monkeypatch):
+    """With auto the configuration says nothing of it, and a layer is told."""
+    from attnplug.errors import ServeError
+
+    with pytest.raises(ServeError, match="--kv-cache-dtype fp8: gvr"):
+        Layer(backend, monkeypatch, "gather", cache="fp8")
+        Layer(backend, monkeypatch, "gvr", cache="fp8")
 
 
 @pytest.mark.parametrize("sizes, chosen", [([128], [128]), ([96, 128], [128]), ([48], [64])])
@@ -147,6 +182,7 @@ def test_layouts_are_known_where_vllm_asks_outside_of_its_configuration(backend,
 
 # What vLLM 0.20.2 to 0.33.0 asks a backend whether it can; False is said of the first line.
 SAYS_NO = {"batch_invariance", "mm_prefix", "rswa", "kv_cache_update_bypass", "dcp"}
+SAYS_NO |= {"per_head_quant_scales"}
 ASKED = SAYS_NO | set(
     "alibi_sqrt attn_type block_size combination compute_capability dtype head_size kv_cache_dtype "
     "non_causal non_causal_dcp pcp per_head_quant_scales sink sliding_window kv_connector "
@@ -179,6 +215,7 @@ def test_profiling_runs_every_method_once(backend, monkeypatch):
         ("prompts", (256, 512)),
         ("steps", (8, 512)),
     ]
+    assert called[1][2]["fp8"] is False
     assert called[0][2]["kv_heads"] == KV_HEADS and called[1][2]["page"] == PAGE
 
 

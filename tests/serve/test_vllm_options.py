@@ -172,7 +172,14 @@ def test_a_policy_that_is_none_says_so():
         ({"parallel_config__prefill_context_parallel_size": 2}, "momo", "--tensor-parallel-size"),
         ({"kv_transfer_config": object()}, "gather", "use 'momo'"),
         ({"kv_transfer_config": object()}, "gvr", "use 'momo'"),
-        ({"cache_config__cache_dtype": "fp8"}, "momo", "--kv-cache-dtype fp8"),
+        ({"cache_config__cache_dtype": "fp8_e5m2"}, "momo", "16 bits or in fp8 .e4m3.; use auto"),
+        ({"cache_config__cache_dtype": "fp8"}, "gvr", "--kv-cache-dtype fp8: gvr .* use gather"),
+        ({"cache_config__cache_dtype": "fp8"}, "momo+stream", "stream looks on at keys in 16"),
+        (
+            {"cache_config__cache_dtype": "fp8_e4m3"},
+            "gather(bounds='exact')",
+            "--kv-cache-dtype fp8_e4m3: .* drop bounds='exact'",
+        ),
         ({"speculative_config": object()}, "momo", "drop --speculative-config"),
         ({"model_config__use_mla": True}, "momo", "vLLM's own MLA backends"),
         ({"model_config__logits_processors": None}, "stream", f"--logits-processors {REQUESTS}"),
@@ -201,7 +208,8 @@ def test_the_first_span_that_names_a_layer_serves_it():
 
 def test_what_does_not_conflict_starts():
     check_server(server(), read_policy("momo+gather"))
-    check_server(server(cache_config__cache_dtype="bfloat16"), read_policy("momo+gather"))
+    for dtype in ("bfloat16", "fp8", "fp8_e4m3"):
+        check_server(server(cache_config__cache_dtype=dtype), read_policy("momo+gather"))
     check_server(server(kv_transfer_config=object()), read_policy("momo"))
     check_server(server(use_v2_model_runner=True), read_policy("momo+gather"))
     check_server(server(model_config__logits_processors=None), read_policy("momo"))

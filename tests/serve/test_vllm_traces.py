@@ -12,6 +12,7 @@ from attnplug import Momo, Stream, trace
 from attnplug.errors import ServeError
 from attnplug.policies import AttentionCall, Dense
 from attnplug.serve.paged.layer import ServedLayer
+from attnplug.serve.paged.pages import Pages
 from attnplug.serve.paged.phases import Phases
 from attnplug.serve.paged.rows import batch_of
 from attnplug.serve.vllm.options import TraceOptions
@@ -63,7 +64,7 @@ class Server:
                 torch.cat([x[layer.index, r, first:last] for r, first, last in parts])
                 for x in self.made.values()
             )
-            pages = tuple(x[layer.index] for x in self.pages)
+            pages = Pages(*(x[layer.index] for x in self.pages))
             for row in traced:
                 layer.trace_prompt(row, q, k, v, pages, table)
 

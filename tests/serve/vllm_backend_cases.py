@@ -13,9 +13,17 @@ COVERING = "momo(min_tokens=64, top_k=512)+gather(min_tokens=100)"
 NAME = "model.layers.0.self_attn.attn"
 
 
-def flash_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, softmax_scale, **_):
+FP8 = torch.float8_e4m3fn
+SCALES = {"_q_scale": 0.02, "_k_scale": 0.03, "_v_scale": 1.7}  # of a layer in fp8
+
+
+def flash_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, softmax_scale, **more):
     """What FlashAttention's varlen kernel does with a paged cache; a row of no keys gives NaN here,
     of which nothing may be seen."""
+    assert q.dtype == k.dtype == v.dtype
+    if k.dtype == FP8:
+        whats = ((q, "q_descale"), (k, "k_descale"), (v, "v_descale"))
+        q, k, v = (x.float() * more[name][0, 0] for x, name in whats)
     edges = cu_seqlens_q.tolist()
     assert edges[0] == 0 and edges[-1] <= len(q)
     for row, (first, last) in enumerate(itertools.pairwise(edges)):
@@ -35,8 +43,17 @@ def flash_attention(q, k, v, out, cu_seqlens_q, seqused_k, block_table, softmax_
             )[0].transpose(0, 1)
 
 
-def write_cache(key, value, key_cache, value_cache, slot_mapping, *_):
+def quantize_queries(q, scale):
+    """What vLLM's kernel does with queries `[tokens, Hq D]`."""
+    assert q.dim() == 2
+    return (q / scale).to(FP8), scale
+
+
+def write_cache(key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
     slots = slot_mapping[slot_mapping >= 0]
+    if dtype == "fp8":
+        key, value = ((x / s).to(FP8) for x, s in ((key, k_scale), (value, v_scale)))
+        key, value = key.view(torch.uint8), value.view(torch.uint8)
     key_cache[slots // PAGE, slots % PAGE] = key[: len(slots)]
     value_cache[slots // PAGE, slots % PAGE] = value[: len(slots)]
 
@@ -94,45 +111,58 @@ def requests_made(monkeypatch, config, tokenizer=None):
     return requests.Requests(config, torch.device("cpu"), False)
 
 
-def empty_cache() -> torch.Tensor:
-    """A layer's cache as FlashAttention has it in this version, heads outside of a page."""
+def empty_cache(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A layer's cache as FlashAttention has it in this version, heads outside of a page. Bytes are
+    NaN in fp8."""
+    nothing: float = 127 if dtype == torch.uint8 else torch.nan
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     shape_of = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)
     stacked = () if shape_of is None else shape_of(PAGES, PAGE, KV_HEADS, WIDTH)
     if len(stacked) < 5:
-        return torch.full((PAGES, KV_HEADS, PAGE, 2 * WIDTH), torch.nan)
-    return torch.full((*stacked[:2], KV_HEADS, PAGE, WIDTH), torch.nan).transpose(2, 3)
+        return torch.full((PAGES, KV_HEADS, PAGE, 2 * WIDTH), nothing, dtype=dtype)
+    shape = *stacked[:2], KV_HEADS, PAGE, WIDTH
+    return torch.full(shape, nothing, dtype=dtype).transpose(2, 3)
 
 
 class Layer:
-    """A layer of one row set: its backend objects, its cache, and all tokens of each row."""
+    """A layer of one row set: its backend objects, its cache, and all tokens of each row. With
+    `cache` "fp8" all of these are numbers that fp8 holds, times the layer's scales."""
 
-    def __init__(self, plug, monkeypatch, policy: str | dict, tokenizer=None):
+    def __init__(self, plug, monkeypatch, policy: str | dict, tokenizer=None, cache="auto"):
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         self.config = configuration(policy)
         for module in (plug, __import__("vllm.v1.attention.backends.flash_attn", fromlist=["x"])):
             for name in ("get_current_vllm_config", "get_current_vllm_config_or_none"):
                 monkeypatch.setattr(module, name, lambda: self.config, raising=False)
-        self.impl = plug.PlugImpl(HEADS, WIDTH, 0.125, KV_HEADS, None, None, "auto")
-        scale = torch.ones(1)
-        self.layer = types.SimpleNamespace(
-            layer_name=NAME, impl=self.impl, _q_scale=scale, _k_scale=scale, _v_scale=scale
-        )
+        fp8 = cache == "fp8"
+        if fp8:
+            flash = __import__("vllm.v1.attention.backends.flash_attn", fromlist=["x"])
+            for name in ("flash_attn_supports_fp8", "flash_attn_supports_kv_cache_dtype"):
+                monkeypatch.setattr(flash, name, lambda *_, **__: True, raising=False)
+            monkeypatch.setattr(plug._custom_ops, "scaled_fp8_quant", quantize_queries)
+        self.config.cache_config.cache_dtype = cache
+        self.impl = plug.PlugImpl(HEADS, WIDTH, 0.125, KV_HEADS, None, None, cache)
+        scales = {name: torch.tensor(x if fp8 else 1.0) for name, x in SCALES.items()}
+        self.layer = types.SimpleNamespace(layer_name=NAME, impl=self.impl, **scales)
         self.requests = requests_made(monkeypatch, self.config, tokenizer)
         layers = {NAME: self.layer}
         monkeypatch.setattr(plug, "get_layers_from_vllm_config", lambda *_: layers)
         shape = dict(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=WIDTH)
-        spec = FullAttentionSpec(dtype=torch.float32, **shape)
+        stored = torch.uint8 if fp8 else torch.float32
+        spec = FullAttentionSpec(dtype=stored, **shape)
         self.builder = plug.PlugBuilder(spec, [NAME], self.config, torch.device("cpu"))
         self.builder.aot_schedule = False
-        self.cache = empty_cache()
+        self.cache = empty_cache(stored)
         order = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(2)) + 1
         self.table = order[: 2 * 32].reshape(2, 32).to(torch.int32)
         draw = torch.Generator().manual_seed(1)
         shapes = ((2, 400, HEADS, WIDTH), (2, 400, KV_HEADS, WIDTH), (2, 400, KV_HEADS, WIDTH))
         self.q, self.k, self.v = (torch.randn(shape, generator=draw) for shape in shapes)
+        if fp8:
+            made = zip((self.q, self.k, self.v), scales.values(), strict=True)
+            self.q, self.k, self.v = ((x / s).to(FP8).float() * s for x, s in made)
 
     def step(self, parts: list[tuple[int, int, int]], padding: int = 0) -> torch.Tensor:
         """One batch: row r from token `first` to `last - 1`, for each (r, first, last)."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from attnplug.errors import ArgumentError
+from attnplug.errors import ArgumentError, CardError
 from attnplug.ops.common.define import require
+from attnplug.ops.common.device import card
 from attnplug.ops.common.pages import capacity, check_table
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn  # of pages, where an engine quantizes its cache
 HEAD_DIMS = tuple(range(16, 257, 16))
 WIDE_HEAD_DIMS = (*HEAD_DIMS, 512)  # of dense, gather and momo
 BLOCKS = (16, 32, 64, 128)  # keys a block
@@ -26,12 +28,15 @@ def check_attention_inputs(
     table: torch.Tensor | None = None,
     *,
     head_dims: tuple[int, ...] = HEAD_DIMS,
+    fp8: bool = False,
 ) -> None:
     """The checks every attention op makes of q `[B,Hq,T,D]` and k, v `[B,Hkv,S,D]`; with a `table`
-    of pages, k, v `[pages,Hkv,page,D]`. The op has kernels for `head_dims`.
+    of pages, k, v `[pages,Hkv,page,D]`. The op has kernels for `head_dims`, and with `fp8` for keys
+    and values that are both float8_e4m3fn.
 
     An op that has no q or no v passes None for it.
     """
+    stored = fp8 and k.dtype == FP8
     check_table(name, table, k if q is None else q, None if q is None else q.shape[0])
     for label, pages in (("k", k), ("v", v)) if table is not None else ():
         copied = pages is not None and pages.stride(-1) != 1  # a cache of many sequences
@@ -42,11 +47,14 @@ def check_attention_inputs(
             continue
         if tensor.dim() != 4:
             raise ArgumentError(f"{name}: {label} has {tensor.dim()} dimensions, needs [B,H,S,D]")
-        if tensor.dtype not in DTYPES:
+        if stored and label != "q":
+            if tensor.dtype != FP8:
+                raise ArgumentError(f"{name}: {label} is {tensor.dtype} but k is {FP8}")
+        elif tensor.dtype not in DTYPES:
             raise ArgumentError(
                 f"{name}: {label} is {tensor.dtype}, needs float32, float16 or bfloat16"
             )
-        if tensor.dtype != model.dtype:
+        elif tensor.dtype != model.dtype:
             raise ArgumentError(f"{name}: {label} is {tensor.dtype} but {first} is {model.dtype}")
         if tensor.device != model.device:
             raise ArgumentError(
@@ -63,6 +71,26 @@ def check_attention_inputs(
         raise ArgumentError(
             f"{name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads"
         )
+
+
+def check_scales(
+    name: str, k: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> None:
+    """The checks of the scales of float8_e4m3fn keys and values, and that the card converts
+    these."""
+    if k.dtype == FP8 and k.device.type == "cuda" and not card(k.device).fp8:
+        raise CardError(
+            f"{name}: k is {FP8}, which this GPU does not convert (NVIDIA's do from compute "
+            "capability 8.9 on); keep the cache in 16 bits"
+        )
+    for label, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        require(k.dtype == FP8, name, f"{label} is for {FP8} keys and values, k is {k.dtype}")
+        fits = scale.dtype == torch.float32 and tuple(scale.shape) in ((), (1,))
+        found = f"{label} is {scale.dtype} {tuple(scale.shape)}"
+        require(fits, name, f"{found}, needs one float32 number for all heads")
+        require(scale.device == k.device, name, f"{label} is on {scale.device}, k on {k.device}")
 
 
 def why_not_width(width: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> str:

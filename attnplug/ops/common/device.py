@@ -25,6 +25,7 @@ class Card(NamedTuple):
     mma: bool = False  # multiplies 16-bit tiles by mma.sync, and takes bfloat16
     wgmma: bool = False  # multiplies by warp groups: Hopper alone
     tma: bool = False  # copies tiles to shared memory by its tensor memory accelerator
+    fp8: bool = False  # converts float8_e4m3fn
     precision: str = "tf32x3"  # of float32 products that need more than TF32's bits
 
     @classmethod
@@ -42,6 +43,7 @@ class Card(NamedTuple):
             mma=nvidia and capability >= (8, 0),
             wgmma=nvidia and capability == (9, 0),
             tma=ninth,
+            fp8=nvidia and capability >= (8, 9),
             precision="ieee" if vendor == "amd" else "tf32x3",
         )
 

@@ -35,8 +35,9 @@ def online_softmax(s, top, total):
 
 @triton.jit
 def attend_tile(query, key, value, seen, top, total, acc, scale, cap, CAPPED: tl.constexpr):
-    """One step of attention over a tile of keys; `seen [TILE]` holds for every row of `query`.
-    Returns the new (top, total, acc)."""
+    """One step of attention over a tile of keys and values, which are converted to the dtype of
+    `query`; `seen [TILE]` holds for all of its rows. Returns the new (top, total, acc)."""
+    key, value = key.to(query.dtype), value.to(query.dtype)
     s = tl.dot(query, key.T, input_precision="ieee") * scale
     if CAPPED:
         s = softcap(s, cap)

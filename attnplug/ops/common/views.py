@@ -25,7 +25,9 @@ class Query(NamedTuple):
 
 class Cache(NamedTuple):
     """Keys and values `[B, Hkv, S, D]` and their strides. With a table they are pages, which stand
-    where a contiguous cache has rows; v is None for a kernel that reads keys alone."""
+    where a contiguous cache has rows; v is None for a kernel that reads keys alone. Pages may be
+    float8_e4m3fn; `k_scale` and `v_scale` are then what keys and values are to be multiplied by,
+    one float32 number each on the device, None for 1."""
 
     k: Any
     v: Any
@@ -37,6 +39,8 @@ class Cache(NamedTuple):
     v_s: Any
     table: Any = None
     table_b: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 class Rows(NamedTuple):
@@ -106,11 +110,15 @@ def query_of(q: torch.Tensor) -> Query:
     return Query(q, *q.stride()[:3], q.shape[2])
 
 
-def cache_of(k: torch.Tensor, v: torch.Tensor | None, table: torch.Tensor | None = None) -> Cache:
+def cache_of(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    table: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> Cache:
     v_strides = (None,) * 3 if v is None else v.stride()[:3]
-    return Cache(
-        k, v, *k.stride()[:3], *v_strides, table, None if table is None else table.stride(0)
-    )
+    table_b = None if table is None else table.stride(0)
+    return Cache(k, v, *k.stride()[:3], *v_strides, table, table_b, *scales)
 
 
 def rows_of(

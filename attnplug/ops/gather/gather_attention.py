@@ -104,10 +104,11 @@ def gather_attention(
 
 
 def allocate_attention(
-    q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, table=None
-):
+    q, k, v, index, scale, block, sink, local, lengths, start, key_mask, softcap, sinks, table=None,
+    fp8=False,
+):  # fmt: skip
     name = "gather_attention"
-    check_attention_inputs(name, q, k, v, table, head_dims=WIDE_HEAD_DIMS)
+    check_attention_inputs(name, q, k, v, table, head_dims=WIDE_HEAD_DIMS, fp8=fp8)
     check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
     batch, heads, queries, width = q.shape
     wanted = (batch, k.shape[1], queries)
@@ -247,10 +248,12 @@ def launch_gather_attention(
     step=None,
     table=None,
     pieces=None,
+    scales=(None, None),
 ):
     """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
     a `step` they write its token and count it. With `pieces`, float32, the first kernel stores them
-    there, none for rows of length 0; nothing merges them into `out`."""
+    there, none for rows of length 0; nothing merges them into `out`. `scales` are those of fp8
+    pages."""
     (batch, _, queries, width), kv_heads = q.shape, k.shape[1]
     keep = Keep.of(block, sink, local, index.shape[3])
     pdl, dependent = early(q.device)
@@ -281,7 +284,7 @@ def launch_gather_attention(
         attend_kept,
         grid=(plan.splits, kv_heads * queries, batch),
         q=query_of(q),
-        cache=cache_of(k, v, table),
+        cache=cache_of(k, v, table, scales),
         rows=rows_of(capacity(k, table), lengths, start, key_mask),
         token=None if step is None else token_of(step.new_k, step.new_v),
         index=index,

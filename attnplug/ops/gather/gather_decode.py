@@ -231,9 +231,12 @@ def plan_of(call: Call, table: torch.Tensor | None) -> Plan:
     )
 
 
-def launch_gather_decode(*args, plan=None, count=True, table=None, slots=None, pieces=None):
+def launch_gather_decode(
+    *args, plan=None, count=True, table=None, slots=None, pieces=None, scales=(None, None)
+):
     """Run the kernels: arguments and outputs as those of `gather_decode`, on a GPU or in Triton's
-    interpreter. `slots` and `pieces` are those of `gather_pieces`, which leaves the outputs."""
+    interpreter. `slots`, `pieces` and `scales` are those of `gather_pieces`, which leaves the
+    outputs."""
     call, outputs = Call(*args[:-2]), args[-2:]
     q, k, block, top_k = call.q, call.k, call.block, call.top_k
     lengths = call.lengths.reshape(-1)
@@ -252,7 +255,7 @@ def launch_gather_decode(*args, plan=None, count=True, table=None, slots=None, p
         rows = lengths, call.start, blocks, index
         launch_choice(scores, k, call.progress, block, top_k, call.local, *rows, **more)
     made = {"plan": plan.attend, "step": step, "table": table, "pieces": pieces}
-    launch_gather_attention(*attention(call, index, lengths), *outputs, **made)
+    launch_gather_attention(*attention(call, index, lengths), *outputs, scales=scales, **made)
 
 
 _gather_decode = define_op(

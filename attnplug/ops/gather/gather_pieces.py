@@ -8,6 +8,9 @@ A row that the other attention serves has a length of 0 here. Every program of s
 once, and the merge leaves its output as the other attention wrote it. The first half also makes the
 summaries of the blocks that the step completes, in all rows: `page_bounds` needs no kernel then.
 
+Pages in fp8 hold keys and values without their scales. A tile is converted to q's dtype as it is
+stored; `k_scale` is a factor on the scores then, and `v_scale` on a piece.
+
 Source: Flash-Decoding, as in `attnplug.ops.common.splits`.
 """
 
@@ -15,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attnplug.ops.common.checks import DTYPES, check_sinks
+from attnplug.ops.common.checks import DTYPES, check_scales, check_sinks
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import padded_width
@@ -52,12 +55,15 @@ def gather_pieces(
     scoring: str = "bounds",
     softcap: float = 0.0,
     slots: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The first half: score, select and attend, for the rows whose length is not 0.
 
     Args:
         q: `[B, Hq, 1, D]`, float32, float16 or bfloat16.
-        k, v: pages `[pages, Hkv, page, D]` like q, the step's token in them.
+        k, v: pages `[pages, Hkv, page, D]` like q, or both float8_e4m3fn, the step's token in
+            them.
         bounds: the pages' summaries, as `page_bounds` keeps them; written with `slots`.
         table: int32 `[B, P]`, the pages of each row.
         lengths: int32 or int64 `[B]`, keys of each row; 0 where another attention serves it.
@@ -65,6 +71,8 @@ def gather_pieces(
         softcap: as `gather_attention` has it.
         slots: int32 or int64 `[B]`, where this step has written the keys of all rows, as
             `page_bounds` has it. None: the summaries are made already.
+        k_scale, v_scale: float32 `[]` or `[1]`, what keys and values in float8_e4m3fn are to be
+            multiplied by. None: 1.
 
     Returns:
         float32 pieces for `merge_pieces`, as `store_piece` lays them out. Those of a row of length
@@ -72,10 +80,11 @@ def gather_pieces(
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
+        CardError: the GPU does not convert float8_e4m3fn.
         GradientError: an input requires grad.
     """
-    refuse_gradients(NAME, q, k, v)
-    choice = scale, block, top_k, sink, local, scoring, softcap
+    refuse_gradients(NAME, q, k, v, k_scale, v_scale)
+    choice = scale, block, top_k, sink, local, scoring, softcap, k_scale, v_scale
     return _gather_pieces(q, k, v, bounds, table, lengths, slots, *choice)
 
 
@@ -113,9 +122,11 @@ def step_of(q, k, v, bounds, lengths, scale, block, top_k, sink, local, scoring,
 
 def check_step(name, q, k, v, bounds, table, lengths, slots, *choice) -> Call:
     """The checks of a step that notes its `slots`, for this op and `gather_rows`; the step."""
+    *choice, k_scale, v_scale = choice
     call = step_of(q, k, v, bounds, lengths, *choice)
-    index = allocate_index(*selection(call, lengths), table=table)
-    allocate_attention(*attention(call, index, lengths), table=table)
+    index = allocate_index(*selection(call, lengths), table=table, fp8=True)
+    allocate_attention(*attention(call, index, lengths), table=table, fp8=True)
+    check_scales(name, k, k_scale, v_scale)
     require(q.shape[2] == 1, name, f"q has {q.shape[2]} queries a row, needs 1")
     if slots is not None:
         fits = slots.dtype in (torch.int32, torch.int64) and tuple(slots.shape) == (q.shape[0],)
@@ -157,9 +168,18 @@ def _allocate_merge(pieces, lengths, out, sinks, chained):
 # --- CPU: the specification ------------------------------------------------------------------
 
 
+def descaled_on_cpu(call: Call, index, lengths, table, k_scale, v_scale, out, lse) -> None:
+    """`attend_on_cpu` over pages that may be fp8, into a float32 `out`."""
+    if k_scale is not None:
+        call = call._replace(scale=call.scale * float(k_scale))
+    attend_on_cpu(*attention(call, index, lengths), out, lse, table=table)
+    if v_scale is not None:
+        out *= float(v_scale)
+
+
 def pieces_on_cpu(q, k, v, bounds, table, lengths, slots, *choice_and_pieces):
     """One piece a row: the whole of it."""
-    *choice, pieces = choice_and_pieces
+    *choice, k_scale, v_scale, pieces = choice_and_pieces
     call = step_of(q, k, v, bounds, lengths, *choice)
     if slots is not None:
         summarise_on_cpu(k, bounds, slots, call.block, call.scoring == "band")
@@ -168,10 +188,8 @@ def pieces_on_cpu(q, k, v, bounds, table, lengths, slots, *choice_and_pieces):
     if call.top_k > 0:
         select_on_cpu(*selection(call, lengths), index, table=table)
     out, lse = pieces.split([batch * heads * width, batch * heads])
-    lse = lse.view(batch, heads, 1)
-    attend_on_cpu(
-        *attention(call, index, lengths), out.view(batch, heads, 1, width), lse, table=table
-    )
+    out, lse = out.view(batch, heads, 1, width), lse.view(batch, heads, 1)
+    descaled_on_cpu(call, index, lengths, table, k_scale, v_scale, out, lse)
     lse /= LN2
 
 
@@ -214,11 +232,11 @@ def note_apart(call: Call, slots: torch.Tensor | None) -> torch.Tensor | None:
 def launch_gather_pieces(q, k, v, bounds, table, lengths, slots, *choice_and_pieces, plan=None):
     """Run the kernels: arguments and output as those of `gather_pieces`, on a GPU or in Triton's
     interpreter."""
-    *choice, pieces = choice_and_pieces
+    *choice, k_scale, v_scale, pieces = choice_and_pieces
     call = step_of(q, k, v, bounds, lengths, *choice)
     slots = note_apart(call, slots)
     more = {"count": False, "table": table, "slots": slots, "pieces": pieces}
-    launch_gather_decode(*call, pieces, pieces, plan=plan, **more)
+    launch_gather_decode(*call, pieces, pieces, plan=plan, scales=(k_scale, v_scale), **more)
 
 
 def launch_merge_pieces(pieces, lengths, out, sinks, chained):
@@ -241,7 +259,7 @@ def merge_rows(output: Output, lengths: torch.Tensor, places: int, chained: bool
 _gather_pieces = define_op(
     "gather_pieces(Tensor q, Tensor k, Tensor v, Tensor(a!) bounds, Tensor table, Tensor lengths, "
     "Tensor? slots, float scale, int block, int top_k, int sink, int local, str scoring, "
-    "float softcap) -> Tensor",
+    "float softcap, Tensor? k_scale, Tensor? v_scale) -> Tensor",
     allocate=_allocate,
     cpu=pieces_on_cpu,
     cuda=launch_gather_pieces,

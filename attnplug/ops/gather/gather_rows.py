@@ -27,6 +27,7 @@ from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.softmax import base_two
 from attnplug.ops.common.splits import pieces_of
 from attnplug.ops.common.views import (
+    Cache,
     Output,
     cache_of,
     query_of,
@@ -35,10 +36,10 @@ from attnplug.ops.common.views import (
     steps_of,
 )
 from attnplug.ops.gather.attend_plan import looked_up
-from attnplug.ops.gather.gather_attention import attend_on_cpu
-from attnplug.ops.gather.gather_decode import Call, Plan, attention, plan_of, selection
+from attnplug.ops.gather.gather_decode import Call, Plan, plan_of, selection
 from attnplug.ops.gather.gather_pieces import (
     check_step,
+    descaled_on_cpu,
     merge_on_cpu,
     merge_rows,
     note_apart,
@@ -76,11 +77,14 @@ def gather_rows(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """One step, into `out`.
 
     Args:
-        q, k, v, bounds, table, slots: as `gather_pieces` has them; bounds are written with slots.
+        q, k, v, bounds, table, slots, k_scale, v_scale: as `gather_pieces` has them; bounds are
+            written with slots.
         lengths: int32 or int64 `[B]`, keys of each far row; 0 for the others.
         near: like lengths, keys of each row that `lengths` has 0 for. Those of far rows are not
             looked at. A row with neither, which pads a batch, gives 0.
@@ -90,10 +94,11 @@ def gather_rows(
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
+        CardError: the GPU does not convert float8_e4m3fn.
         GradientError: an input requires grad.
     """
-    refuse_gradients(NAME, q, k, v, out, sinks)
-    choice = scale, block, top_k, sink, local, scoring, softcap
+    refuse_gradients(NAME, q, k, v, out, sinks, k_scale, v_scale)
+    choice = scale, block, top_k, sink, local, scoring, softcap, k_scale, v_scale
     _gather_rows(q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice)
 
 
@@ -121,12 +126,15 @@ def _cpu(q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice):
     pieces = q.new_empty((q.shape[0] * q.shape[1] * (q.shape[3] + 1),), dtype=torch.float32)
     pieces_on_cpu(q, k, v, bounds, table, lengths, slots, *choice, pieces)
     near = near.masked_fill(lengths > 0, 0)  # a far row's is not looked at
+    *choice, k_scale, v_scale = choice
     call = step_of(q, k, v, bounds, near, *choice)
     everything = cdiv(capacity(k, table), call.block)
     call = call._replace(sink=everything, sinks=sinks)  # a sink of all blocks: the row is whole
     index = q.new_empty((q.shape[0], k.shape[1], 1, 0), dtype=torch.int32)
+    whole = q.new_empty(q.shape, dtype=torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    attend_on_cpu(*attention(call, index, near), out, lse, table=table)
+    descaled_on_cpu(call, index, near, table, k_scale, v_scale, whole, lse)
+    out.copy_(whole)
     merge_on_cpu(pieces, lengths, out, sinks, True)
 
 
@@ -169,6 +177,7 @@ def launch_gather_rows(
     q, k, v, bounds, table, lengths, near, out, sinks, slots, *choice, plan=None, whole=None
 ):
     """Run the kernels: arguments as those of `gather_rows`, on a GPU or in Triton's interpreter."""
+    *choice, k_scale, v_scale = choice
     call = step_of(q, k, v, bounds, lengths, *choice)
     batch, kv_heads, top_k = q.shape[0], k.shape[1], call.top_k
     if batch == 0:
@@ -185,7 +194,8 @@ def launch_gather_rows(
         launch_choice(scores, k, None, call.block, top_k, call.local, *rows, table=table)
     places = max(plan.attend.splits, whole.splits)
     output = Output(pieces_of(out, places), out, None, sinks)
-    _launch_attend(call, table, near, index, output, plan, whole, places)
+    cache = cache_of(k, v, table, (k_scale, v_scale))
+    _launch_attend(call, cache, near, index, output, plan, whole, places)
     more = {"kept_splits": plan.attend.splits, "whole_splits": whole.splits}
     merge_rows(output, lengths, places, True, **more)
     del scores  # until here: a kernel that starts early must not be given its memory
@@ -193,7 +203,7 @@ def launch_gather_rows(
 
 def _launch_attend(
     call: Call,
-    table: torch.Tensor,
+    cache: Cache,
     near: torch.Tensor,
     index: torch.Tensor,
     output: Output,
@@ -201,7 +211,7 @@ def _launch_attend(
     whole: Whole,
     places: int,
 ) -> None:
-    q, k, lengths, attend = call.q, call.k, call.lengths, plan.attend
+    q, k, lengths, table, attend = call.q, call.k, call.lengths, cache.table, plan.attend
     pdl, dependent = early(q.device)
     factor, cap = base_two(call.scale, call.softcap)
     size, found, shape = capacity(k, table), card(q.device), shape_of(q, k, table)
@@ -214,7 +224,7 @@ def _launch_attend(
         attend_rows,
         grid=(places * k.shape[1], q.shape[0]),
         q=query_of(q),
-        cache=cache_of(k, call.v, table),
+        cache=cache,
         rows=rows_of(size, lengths),
         near=near,
         index=index,
@@ -242,7 +252,8 @@ def _launch_attend(
 _gather_rows = define_op(
     "gather_rows(Tensor q, Tensor k, Tensor v, Tensor(a!) bounds, Tensor table, Tensor lengths, "
     "Tensor near, Tensor(b!) out, Tensor? sinks, Tensor? slots, float scale, int block, "
-    "int top_k, int sink, int local, str scoring, float softcap) -> ()",
+    "int top_k, int sink, int local, str scoring, float softcap, Tensor? k_scale, "
+    "Tensor? v_scale) -> ()",
     allocate=_check,
     cpu=_cpu,
     cuda=launch_gather_rows,

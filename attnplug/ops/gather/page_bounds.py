@@ -14,6 +14,9 @@ and the block whose last key is among them is summarised. There is no count of w
 that a new sequence takes is written anew before one of its blocks is complete again. Whoever copies
 a page's keys copies its summaries along (`page_summaries`).
 
+Keys in fp8 are summarised as they are stored, without their scale, which is one for all keys and
+changes no order of scores. Their summaries are codes.
+
 Source: Quest (Tang et al., 2024), as in "Attention Pays Its Bill" (docs/papers.md).
 """
 
@@ -21,7 +24,13 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import BLOCKS, WIDE_HEAD_DIMS, check_attention_inputs
+from attnplug.ops.common.checks import (
+    BLOCKS,
+    FP8,
+    WIDE_HEAD_DIMS,
+    check_attention_inputs,
+    check_scales,
+)
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.numba_cache import njit
@@ -63,10 +72,10 @@ def page_bounds(
     """Summarise, in place, the blocks whose last key has just been written.
 
     Args:
-        k: `[pages, Hkv, page, D]`, float32, float16 or bfloat16, the written keys in it; `page` a
-            multiple of `block`. Neighbours in D next to each other.
+        k: `[pages, Hkv, page, D]`, float32, float16, bfloat16 or float8_e4m3fn, the written keys in
+            it; `page` a multiple of `block`. Neighbours in D next to each other.
         bounds: `[1, Hkv, pages * page / block, 2, D]` like k, or int8, as `empty_page_bounds`
-            makes them; contiguous; written.
+            makes them, int8 for float8_e4m3fn; contiguous; written.
         slots: int32 or int64 `[N]`, where keys were written: page times `page`, plus the place in
             the page. Outside of the pages, negative ones too: nowhere.
         block: keys a block: 16, 32, 64 or 128.
@@ -74,6 +83,7 @@ def page_bounds(
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
+        CardError: the GPU does not convert float8_e4m3fn.
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, k)
@@ -81,7 +91,8 @@ def page_bounds(
 
 
 def _allocate(k, bounds, slots, block, band):
-    check_attention_inputs(NAME, None, k, head_dims=WIDE_HEAD_DIMS)
+    check_attention_inputs(NAME, None, k, head_dims=WIDE_HEAD_DIMS, fp8=True)
+    check_scales(NAME, k, None, None)
     check_page_bounds(NAME, k, bounds, block)
     fits = slots.dim() == 1 and slots.dtype in (torch.int32, torch.int64)
     found = f"slots is {slots.dtype} {tuple(slots.shape)}"
@@ -97,8 +108,9 @@ def check_page_bounds(name, k, bounds, block):
     pages, heads, page, width = k.shape
     require(page % block == 0, name, f"pages of {page} keys are no multiple of block {block}")
     found = f"bounds is {bounds.dtype}"
-    fits = bounds.dtype in (k.dtype, torch.int8)
-    require(fits, name, f"{found}, pages of {k.dtype} need that or int8")
+    fits = bounds.dtype in ((torch.int8,) if k.dtype == FP8 else (k.dtype, torch.int8))
+    wanted = "int8" if k.dtype == FP8 else "that or int8"
+    require(fits, name, f"{found}, pages of {k.dtype} need {wanted}")
     wanted = (1, heads, summary_rows(pages * page // block, width, bounds.dtype, 2), 2, width)
     if tuple(bounds.shape) != wanted:
         raise ArgumentError(

@@ -105,10 +105,11 @@ def select_blocks(
 
 
 def allocate_index(
-    q, k, bounds, progress, block, top_k, sink, local, scoring, lengths, start, key_mask, table=None
-):
+    q, k, bounds, progress, block, top_k, sink, local, scoring, lengths, start, key_mask,
+    table=None, fp8=False,
+):  # fmt: skip
     name = "select_blocks"
-    check_attention_inputs(name, q, k, k, table, head_dims=WIDE_HEAD_DIMS)
+    check_attention_inputs(name, q, k, k, table, head_dims=WIDE_HEAD_DIMS, fp8=fp8)
     check_sequence_inputs(name, q, k, lengths, start, key_mask, table)
     if table is None:
         check_bounds(name, k, bounds, progress, block)

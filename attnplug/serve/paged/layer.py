@@ -160,8 +160,10 @@ class ServedLayer:
     ) -> None:
         """momo for one row, into `out [tokens, Hq, D]`."""
         call = self._prompt_call(row, q, k, v, pages, table)
-        tokens = slice(row.first, row.first + row.queries)
-        out[tokens].copy_(self._momo.attend(call)[0].transpose(0, 1))
+        own = out[row.first : row.first + row.queries]
+        own.copy_(self._momo.attend(call)[0].transpose(0, 1))
+        if pages.v_scale is not None:
+            own.mul_(pages.v_scale)
 
     def trace_prompt(
         self,
@@ -192,13 +194,18 @@ class ServedLayer:
         """One row of several queries. q `[tokens, Hq, D]`, k and v `[tokens, Hkv, D]` are the
         batch's. A row that begins its request is read from them; of a later chunk, or where they
         are not given, the keys come from `pages`, through the block table `[rows, blocks]`, by one
-        copy."""
+        copy. In fp8 they always do, so that all chunks and all requests read what is stored: the
+        copy is of q's dtype, and the keys' scale becomes one of the queries."""
         tokens = slice(row.first, row.first + row.queries)
-        if row.queries == row.seen and k is not None and v is not None:
+        queries = q[tokens].transpose(0, 1)[None]
+        if row.queries == row.seen and k is not None and v is not None and not pages.fp8:
             keys, values = (x[tokens].transpose(0, 1)[None] for x in (k, v))
         else:
-            keys, values = (contiguous_row(x, table[row.index], row.seen) for x in pages)
-        return self._call(q[tokens].transpose(0, 1)[None], keys, values)
+            place = table[row.index], row.seen, q.dtype
+            keys, values = (contiguous_row(x, *place) for x in (pages.k, pages.v))
+        if pages.k_scale is not None:
+            queries = queries * pages.k_scale
+        return self._call(queries, keys, values)
 
     def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
         return AttentionCall(q, k, v, self.scale, softcap=self.softcap, sinks=self.sinks)
@@ -271,7 +278,7 @@ class ServedLayer:
         `slots` `[rows]` are where the keys were written that the method has not noted yet. Nothing
         here looks at a length on the host."""
         assert self.state is not None  # asked of a layer that decodes
-        call = self._steps_call(q, pages, table, far.lengths, self.state.of(pages[0]))
+        call = self._steps_call(q, pages, table, far.lengths, self.state.of(pages.k))
         call.slots = slots
         if dense is not None and far.near is not None and len(q) <= self.rows_whole:
             assert self.phases.decode is not None  # it reads whole
@@ -306,7 +313,8 @@ class ServedLayer:
         state: Any,
     ) -> PagedCall:
         more: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "state": state}
-        return PagedCall(q.unsqueeze(2), *pages, table, lengths, self.scale, **more)
+        more |= {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
+        return PagedCall(q.unsqueeze(2), pages.k, pages.v, table, lengths, self.scale, **more)
 
     @property
     def notes_in_step(self) -> bool:
@@ -323,16 +331,23 @@ class ServedLayer:
         kv_heads: int,
         head_dim: int,
         page: int,
+        fp8: bool = False,
+        scaled: bool = True,
         **place,
     ) -> None:
         """Run the method that decodes once for each number of rows up to `rows`, of up to `longest`
-        keys, over made-up pages of `page` keys. Plans go by the number of rows: 5 to 7 rows beside
-        a prompt have kernels of their own, between those of 4 and of 8."""
+        keys, over made-up pages of `page` keys, in `fp8` or not, `scaled` then or not. Plans go by
+        the number of rows: 5 to 7 rows beside a prompt have kernels of their own, between those of
+        4 and of 8."""
         phase = self.phases.decode
         if phase is None:
             return
         k = torch.zeros(2, kv_heads, page, head_dim, **place)
-        state: Any = phase.page_state(k)
+        pages = Pages(k, k)
+        if fp8:
+            bytes_, one = k.to(torch.uint8), torch.ones((), dtype=torch.float32, device=k.device)
+            pages = Pages(bytes_, bytes_).in_fp8(*((one, one) if scaled else (None, None)))
+        state: Any = phase.page_state(pages.k)
         q = torch.zeros(rows, heads, head_dim, **place)
         table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
         lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)
@@ -343,7 +358,7 @@ class ServedLayer:
             some = slice(count)
             if self.rule is not None:
                 self.rule.divide(lengths[some])
-            call = self._steps_call(q[some], (k, k), table[some], lengths[some], state)
+            call = self._steps_call(q[some], pages, table[some], lengths[some], state)
             call.slots = None if slots is None else slots[some]
             self._run_steps(call, none_far[some], torch.empty_like(q[some]))
             if count <= self.rows_whole:
@@ -352,4 +367,4 @@ class ServedLayer:
                 call.slots = None
                 self._run_steps(call, none_far[some], torch.empty_like(q[some]))
         for count in NOTED:  # of a prompt's chunk, beside steps or not
-            phase.note_pages(k, state, nowhere[:count])
+            phase.note_pages(pages.k, state, nowhere[:count])

@@ -149,6 +149,18 @@ def phases_of(policy: str, engine: Engine) -> Phases:
     )
 
 
+def fp8_refusal(policy: ServedPolicy) -> str:
+    """Why a policy cannot be served over pages in fp8, and what to use; "" where it can."""
+    decode = policy.decode
+    if policy.trace is not None:
+        return "stream looks on at keys in 16 bits; drop the trace, or use a cache in 16 bits"
+    if isinstance(decode, Gvr):
+        return "gvr makes its codes of keys in 16 bits; use gather, or a cache in 16 bits"
+    if decode is not None and decode.bounds == "exact":
+        return "gather's summaries are INT8 codes over fp8 keys; drop bounds='exact'"
+    return ""
+
+
 def unserved(phase: Phase, engine: Engine) -> ServeError:
     """What to raise for a method that pages cannot serve."""
     return engine.error(

@@ -67,7 +67,7 @@ def create(runner: Any) -> Any:
     server, policy = resolved_view(runner.server_args), policy_of()
     check_server(server, policy)
     check_model(runner, policy)
-    check_card(get_device_capability())
+    check_card(get_device_capability(), runner.kv_cache_dtype)
     # Imported last: its kernels are for such a card.
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 

@@ -112,7 +112,7 @@ class PlugAttention(Base):
             error = page_error(served.phases.decode, self.page_size)
             if error is not None:
                 raise error
-            held += bytes_of(served.state.of(self._pages(self.attentions[index])[0]))
+            held += bytes_of(served.state.of(self._pages(self.attentions[index]).k))
         kinds: dict[tuple[Any, str], list[int]] = {}
         for index, served in self.layers.items():
             kinds.setdefault((served.phases, served.why), []).append(index)
@@ -137,7 +137,9 @@ class PlugAttention(Base):
         for index, served in self.layers.items():
             layer = self.attentions[index]
             heads = dict(heads=layer.tp_q_head_num, kv_heads=layer.tp_k_head_num)
-            kind = *heads.values(), layer.head_dim, served.phases
+            pages = self._pages(layer)
+            stored = {"fp8": pages.fp8, "scaled": pages.k_scale is not None}
+            kind = *heads.values(), layer.head_dim, served.phases, *stored.values()
             if not served.phases.sparse or kind in warmed:
                 continue
             warmed.add(kind)
@@ -145,7 +147,7 @@ class PlugAttention(Base):
             shape = dict(head_dim=layer.head_dim, **heads, **place)
             served.warm_prompts(self.chunk, self.longest, **shape)
             rows = min(self.rows, WARM_ROWS)
-            served.warm_steps(rows, self.longest, page=self.page_size, **shape)
+            served.warm_steps(rows, self.longest, page=self.page_size, **stored, **shape)
 
     def get_fused_kv_write_buffers(self, layer: Any, forward_batch: Any) -> None:
         """None: keys are written by the pool, or before attention, and noted then."""
@@ -305,12 +307,13 @@ class PlugAttention(Base):
     # Pages.
 
     def _pages(self, layer: Any) -> Pages:
-        """Keys and values of a layer's pages, `[pages, Hkv, page, D]`."""
+        """Keys and values of a layer's pages, `[pages, Hkv, page, D]`. In fp8 a model without
+        scales has None for them."""
         k, v = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        if k.dim() == 4:  # heads outside of a page
-            return k, v
-        k, v = (x.unflatten(0, (-1, self.page_size)).transpose(1, 2) for x in (k, v))
-        return k, v
+        if k.dim() == 3:  # heads inside of a page
+            k, v = (x.unflatten(0, (-1, self.page_size)).transpose(1, 2) for x in (k, v))
+        pages = Pages(k, v)
+        return pages.in_fp8(layer.k_scale, layer.v_scale) if pages.fp8 else pages
 
     def _write(self, k, v, layer, forward_batch, save_kv_cache: bool) -> None:
         """Write a batch's keys and values to the pages, unless something has done so before."""
@@ -322,7 +325,7 @@ class PlugAttention(Base):
         """Note the keys that a batch has written. Those that pad a batch go to slot 0, of a page
         that is nobody's."""
         if served is not None and served.state is not None:
-            served.state.update(self._pages(layer)[0], forward_batch.out_cache_loc)
+            served.state.update(self._pages(layer).k, forward_batch.out_cache_loc)
 
 
 def _plain(given: dict[str, Any]) -> bool:

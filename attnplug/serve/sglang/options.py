@@ -14,7 +14,14 @@ import torch
 
 from attnplug.errors import ServeError
 from attnplug.policies import Gather, Phase
-from attnplug.serve.paged.phases import VARIABLE, Engine, ServedPolicy, read_policy, unserved
+from attnplug.serve.paged.phases import (
+    VARIABLE,
+    Engine,
+    ServedPolicy,
+    fp8_refusal,
+    read_policy,
+    unserved,
+)
 
 SGLANG = Engine(
     "SGLang",
@@ -32,6 +39,7 @@ SGLANG = Engine(
     },
 )
 BACKEND = "attnplug"  # what --attention-backend calls it
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)  # of a cache
 POOLS = ("MHATokenToKVPool", "SWAKVPool")  # whose pages hold keys and values as they are
 CARDS = (8, 9)  # major compute capabilities for which SGLang has FlashAttention 3
 OWN = "use SGLang's own --attention-backend fa3"
@@ -148,6 +156,7 @@ def check_model(runner: Any, policy: ServedPolicy) -> None:
     """Raise ServeError for a model or a cache that cannot be served. `runner` is SGLang's model
     runner, its pools made."""
     pool, layers = runner.token_to_kv_pool, runner.model_config.num_hidden_layers
+    why_no_fp8 = fp8_refusal(policy) if runner.kv_cache_dtype == torch.float8_e4m3fn else ""
     for asked, message in [
         (
             policy.farthest >= layers,
@@ -162,10 +171,12 @@ def check_model(runner: Any, policy: ServedPolicy) -> None:
             f"the model has an encoder, whose keys stand among the prompt's; {OWN}",
         ),
         (
-            runner.kv_cache_dtype not in (torch.bfloat16, torch.float16, torch.float32),
-            f"the cache's keys are {runner.kv_cache_dtype}, and attnplug reads them in 16 bits; "
-            f"use --kv-cache-dtype auto, or {OWN}",
+            runner.kv_cache_dtype not in DTYPES or runner.kv_cache_dtype_str == "mxfp8",
+            f"the cache's keys are {runner.kv_cache_dtype} (--kv-cache-dtype "
+            f"{runner.kv_cache_dtype_str}), and attnplug reads them in 16 bits or in fp8_e4m3 with "
+            f"one scale for a layer; use one of these, or {OWN}",
         ),
+        (why_no_fp8 != "", f"--kv-cache-dtype {runner.kv_cache_dtype_str}: {why_no_fp8}"),
         (
             type(pool).__name__ not in POOLS,
             f"the cache is a {type(pool).__name__}, and pages are read of {' and '.join(POOLS)}; "
@@ -181,9 +192,15 @@ def check_model(runner: Any, policy: ServedPolicy) -> None:
             raise SGLANG.error(message)
 
 
-def check_card(capability: tuple[int, int]) -> None:
-    """Raise ServeError for a GPU on which SGLang has no FlashAttention 3 to serve dense rows."""
+def check_card(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> None:
+    """Raise ServeError for a GPU on which SGLang has no FlashAttention 3 to serve dense rows over a
+    cache of this dtype."""
     major, minor = capability
+    if dtype == torch.float8_e4m3fn and major < 9:
+        raise SGLANG.error(
+            "dense rows are SGLang's FlashAttention 3's, which reads an fp8 cache on Hopper alone, "
+            f"and this GPU has compute capability {major}.{minor}; use --kv-cache-dtype auto"
+        )
     if major not in CARDS:
         raise SGLANG.error(
             f"dense rows are SGLang's FlashAttention 3's, which has no kernels for compute "

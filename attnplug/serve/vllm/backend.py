@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from vllm import _custom_ops
 from vllm.config import (
     get_current_vllm_config,
     get_current_vllm_config_or_none,
@@ -37,14 +38,22 @@ from attnplug.errors import ServeError
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies import Phase
 from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
+from attnplug.serve.paged.pages import Pages
 from attnplug.serve.paged.rows import Batch, Run, batch_of
 from attnplug.serve.vllm.layout import flash_pages
-from attnplug.serve.vllm.options import check_server, policy_of
+from attnplug.serve.vllm.metadata import PlugMetadata
+from attnplug.serve.vllm.options import (
+    CACHES,
+    FP8_CACHES,
+    VLLM,
+    check_cache,
+    check_server,
+    policy_of,
+)
 from attnplug.serve.vllm.profile import most_rows, prepare
 
 if TYPE_CHECKING:  # writing files needs packages that serving does not
     from attnplug.serve.vllm.requests import Requests
-    from attnplug.serve.vllm.traces import Traced
 
 logger = init_logger("vllm.attnplug")
 
@@ -89,7 +98,13 @@ class PlugBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return kv_cache_dtype in (None, "auto", "float16", "bfloat16")
+        if kv_cache_dtype in FP8_CACHES:
+            return super().supports_kv_cache_dtype(kv_cache_dtype)
+        return kv_cache_dtype in (None, *CACHES)
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return False
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -111,6 +126,12 @@ class PlugBackend(FlashAttentionBackend):
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
         config = get_current_vllm_config()
         check_server(config, policy_of(config))
+        asked = config.cache_config.cache_dtype
+        if not cls.supports_kv_cache_dtype(asked):
+            raise VLLM.error(
+                f"--kv-cache-dtype {asked}: dense rows are FlashAttention's, which reads no fp8 "
+                "cache on this GPU (FlashAttention 3 does on Hopper); use auto"
+            )
         return super().validate_configuration(*args, **options)
 
     @staticmethod
@@ -144,45 +165,6 @@ def _decode_phase() -> Phase | None:
 def _block() -> int | None:
     """The keys of a block of gather's, None where another method decodes."""
     return getattr(_decode_phase(), "block", None)
-
-
-@dataclasses.dataclass
-class PlugMetadata(FlashAttentionMetadata):
-    """FlashAttention's metadata of a batch, and what attnplug's layers need besides.
-
-    `whole` is the metadata of the same batch with a length of 0 for the rows that are far, which
-    `far` says; both are None where no layer has a method that decodes, and where a batch has no far
-    row: because it has too few rows, or prompts besides, so that the host may look at lengths.
-    `whole` is None, too, where that method reads the other rows itself.
-    `traced` are the prompts that are recorded.
-    """
-
-    batch: Batch = dataclasses.field(default_factory=lambda: batch_of([0], []))
-    whole: FlashAttentionMetadata | None = None
-    far: Far | None = None
-    traced: "tuple[Traced, ...]" = ()
-    parts: dict[Any, FlashAttentionMetadata] = dataclasses.field(default_factory=dict)
-
-    def part(self, first: int, last: int, tokens: slice, longest: int, *, whole: bool = False):
-        """The metadata of rows `first` to `last - 1` alone, whose tokens are at `tokens`. Without
-        the schedule that FlashAttention made of the batch: it is that of all rows."""
-        key = first, last, whole
-        if key not in self.parts:
-            base = self.whole if whole else self
-            assert base is not None  # asked for where a row is far
-            known = {field.name for field in dataclasses.fields(FlashAttentionMetadata)}
-            alone = FlashAttentionMetadata(**{name: getattr(base, name) for name in known})
-            self.parts[key] = dataclasses.replace(
-                alone,
-                num_actual_tokens=tokens.stop - tokens.start,
-                max_query_len=longest,
-                query_start_loc=base.query_start_loc[first : last + 1] - tokens.start,
-                seq_lens=base.seq_lens[first:last],
-                block_table=base.block_table[first:last],
-                scheduler_metadata=None,
-                max_num_splits=0,
-            )
-        return self.parts[key]
 
 
 class PlugBuilder(FlashAttentionMetadataBuilder):
@@ -308,7 +290,13 @@ class PlugImpl(FlashAttentionImpl):
         PlugImpl.made_for = self.config
         self.policy = policy_of(self.config)
         check_server(self.config, self.policy)
-        self.profiled = False
+        check_cache(self.kv_cache_dtype, self.policy)  # with auto, what the checkpoint says
+        self.profiled, self.fp8 = False, self.kv_cache_dtype in FP8_CACHES
+        # FlashAttention reads fp8 keys by fp8 queries, and the methods by those of the model. So
+        # vLLM's layer, which asks for this now, leaves them alone, and `_flash` quantizes them.
+        self.quantizes = self.fp8 and self.supports_quant_query_input
+        if self.quantizes:
+            self.supports_quant_query_input = False
         self._written: torch.Tensor | None = None  # slots that nobody has noted yet
         self._served: ServedLayer | None = None
 
@@ -361,12 +349,15 @@ class PlugImpl(FlashAttentionImpl):
         if served.notes_in_step:
             self._written = slot_mapping  # `forward` comes next, and knows whether steps do it
         elif served.state is not None:
-            self._note(served, kv_cache, slot_mapping)
+            self._note(served, layer, kv_cache, slot_mapping)
 
-    def _note(self, served, kv_cache, slots: torch.Tensor | None) -> None:
+    def _note(self, served, layer, kv_cache, slots: torch.Tensor | None) -> None:
         if slots is not None:
-            k, _ = flash_pages(kv_cache)
-            served.state.update(k, slots)
+            served.state.update(self._pages(layer, kv_cache).k, slots)
+
+    def _pages(self, layer, kv_cache) -> Pages:
+        found = flash_pages(kv_cache)
+        return found.in_fp8(layer._k_scale, layer._v_scale) if self.fp8 else found
 
     def forward(
         self,
@@ -384,21 +375,21 @@ class PlugImpl(FlashAttentionImpl):
         m, (written, self._written) = attn_metadata, (self._written, None)
         scales = output_scale is not None or output_block_scale is not None
         if m is None:
-            self._note(served, kv_cache, written)
+            self._note(served, layer, kv_cache, written)
             if kv_cache.numel() == 0:
                 prepare(self, query.dtype, query.device)
             return output.fill_(0)
         plain = scales or not served.phases.sparse or m.causal is not True
         if plain or m.batch.prompts or m.far is None:
-            self._note(served, kv_cache, written)
+            self._note(served, layer, kv_cache, written)
         if plain:
             more = dict(output_scale=output_scale, output_block_scale=output_block_scale)
-            super().forward(layer, query, key, value, kv_cache, m, output, **more)
+            self._flash(layer, query, key, value, kv_cache, m, output, **more)
         else:
             self._attend(served, layer, query, key, value, kv_cache, m, output, written)
         if served.phases.trace is not None and m.causal is True:
             for traced in m.traced:  # of prompts, whose attention runs eagerly
-                cache = flash_pages(kv_cache)
+                cache = self._pages(layer, kv_cache)
                 served.trace_prompt(traced, query, key, value, cache, m.block_table)
         return output
 
@@ -407,21 +398,21 @@ class PlugImpl(FlashAttentionImpl):
         if m.batch.prompts:
             self._attend_mixed(served, layer, query, key, value, kv_cache, m, output)
         elif served.phases.decode is None or m.far is None:
-            super().forward(layer, query, key, value, kv_cache, m, output)
+            self._flash(layer, query, key, value, kv_cache, m, output)
         else:
             whole = layer, query, key, value, kv_cache, m.whole, output
-            rows, dense = m.far.lengths.shape[0], functools.partial(super().forward, *whole)
-            steps = query[:rows], flash_pages(kv_cache), m.block_table, m.far
+            rows, dense = m.far.lengths.shape[0], functools.partial(self._flash, *whole)
+            steps = query[:rows], self._pages(layer, kv_cache), m.block_table, m.far
             slots = None if written is None else written[:rows]
             served.attend_steps(*steps, output[:rows], slots=slots, dense=dense)
 
     def _attend_mixed(self, served, layer, query, key, value, kv_cache, m, output) -> None:
         """A batch with prompts, eagerly: runs of its rows, each by what serves it."""
-        batch, cache = m.batch, flash_pages(kv_cache)
+        batch, cache = m.batch, self._pages(layer, kv_cache)
         runs = list(batch.runs(served.serves_prompt))
         far = None if served.phases.decode is None else m.far
         if far is None and not any(run.sparse for run in runs):
-            super().forward(layer, query, key, value, kv_cache, m, output)
+            self._flash(layer, query, key, value, kv_cache, m, output)
             return
         if batch.steps:
             steps = slice(0, batch.steps)
@@ -444,4 +435,12 @@ class PlugImpl(FlashAttentionImpl):
 
     def _attend_dense(self, layer, tokens: slice, part, query, kv_cache, output) -> None:
         """FlashAttention for the tokens of some rows; it reads keys from the pages."""
-        super().forward(layer, query[tokens], None, None, kv_cache, part, output[tokens])
+        self._flash(layer, query[tokens], None, None, kv_cache, part, output[tokens])
+
+    def _flash(self, layer, query, *rest, **more) -> None:
+        """FlashAttention, which descales queries where it takes them for quantized."""
+        if self.quantizes:
+            self.supports_quant_query_input = True
+            flat, _ = _custom_ops.scaled_fp8_quant(query.flatten(1), layer._q_scale)
+            query = flat.view(query.shape)
+        super().forward(layer, query, *rest, **more)

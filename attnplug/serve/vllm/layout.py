@@ -20,10 +20,9 @@ def pages(kv_cache: torch.Tensor, *, heads_first: bool, stacked: int = 0) -> Pag
     `[pages, page, Hkv, D]` (FlashAttention's, in whatever order it lies in memory).
     """
     if kv_cache.dim() == 4:
-        k, v = kv_cache.chunk(2, -1)
-        return k, v
+        return Pages(*kv_cache.chunk(2, -1))
     k, v = kv_cache.unbind(stacked)
-    return (k, v) if heads_first else (k.transpose(1, 2), v.transpose(1, 2))
+    return Pages(k, v) if heads_first else Pages(k.transpose(1, 2), v.transpose(1, 2))
 
 
 def flash_pages(kv_cache: torch.Tensor) -> Pages:

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.serve.paged import phases as paged
-from attnplug.serve.paged.phases import VARIABLE, Engine, Phases, ServedPolicy
+from attnplug.serve.paged.phases import VARIABLE, Engine, Phases, ServedPolicy, fp8_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "attnplug"
+CACHES = ("auto", "bfloat16", "float16")
+FP8_CACHES = ("fp8", "fp8_e4m3")
 REQUESTS = "attnplug.serve.vllm.requests:Requests"  # what tells which request a row is
 VLLM = Engine(
     "vLLM",
@@ -129,13 +131,27 @@ def phases_of(policy: str) -> Phases:
 
 def check_server(config: "VllmConfig", policy: TracedPolicy) -> None:
     """Raise ServeError for a server whose other options a sparse phase cannot live with."""
+    check_cache(config.cache_config.cache_dtype, policy)
     for asked, message in _conflicts(config, policy):
         if asked:
             raise VLLM.error(message)
 
 
+def check_cache(dtype: str, policy: TracedPolicy) -> None:
+    """Raise ServeError for a cache of this `--kv-cache-dtype` that the policy cannot read."""
+    if dtype in FP8_CACHES:
+        why = fp8_refusal(policy)
+        if why:
+            raise VLLM.error(f"--kv-cache-dtype {dtype}: {why}")
+    elif dtype not in CACHES:
+        raise VLLM.error(
+            f"--kv-cache-dtype {dtype}: attnplug reads keys in 16 bits or in fp8 (e4m3); use auto "
+            "or fp8, or vLLM's own backends with that cache"
+        )
+
+
 def _conflicts(config: "VllmConfig", policy: TracedPolicy) -> list[tuple[bool, str]]:
-    parallel, cache = config.parallel_config, config.cache_config
+    parallel = config.parallel_config
     traces = _trace_conflicts(config) if policy.trace is not None else []
     layers = config.model_config.get_total_num_hidden_layers()
     return [
@@ -152,11 +168,6 @@ def _conflicts(config: "VllmConfig", policy: TracedPolicy) -> list[tuple[bool, s
             policy.decode is not None and config.kv_transfer_config is not None,
             "a KV connector fills pages that gather and gvr know nothing of; use 'momo', which "
             "keeps nothing beside them, or drop the connector",
-        ),
-        (
-            cache.cache_dtype not in ("auto", "bfloat16", "float16"),
-            f"--kv-cache-dtype {cache.cache_dtype}: attnplug reads keys in 16 bits; use "
-            "auto, or vLLM's FLASH_ATTN backend with the quantized cache",
         ),
         (
             config.speculative_config is not None,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from attnplug.ops.common.checks import FP8
 from attnplug.serve.paged.state import share_of_cache
 
 logger = init_logger("vllm.attnplug")
@@ -39,7 +40,8 @@ def _hold(config: Any, own: dict[str, Any], served: dict[str, Any], device: torc
     for name, layer in served.items():
         if layer.state is not None:
             width, phase = own[name].head_size, layer.phases.decode
-            shares[name] = share_of_cache(phase, width, config.model_config.dtype)
+            dtype = FP8 if own[name].fp8 else config.model_config.dtype
+            shares[name] = share_of_cache(phase, width, dtype)
     if not shares:
         return
     if config.cache_config.kv_cache_memory_bytes:
@@ -76,4 +78,4 @@ def _warm(impl: Any, served: Any, dtype: torch.dtype, device: torch.device) -> N
     )
     served.warm_prompts(min(scheduler.max_num_batched_tokens, longest), longest, **shape)
     page = config.cache_config.block_size
-    served.warm_steps(scheduler.max_num_seqs, longest, page=page, **shape)
+    served.warm_steps(scheduler.max_num_seqs, longest, page=page, fp8=impl.fp8, **shape)

@@ -41,7 +41,7 @@ def note(device_path, k, bounds, slots, scoring, block=16):
 
 def run(device_path, q, pages, bounds, lengths, out, plan=None, slots=None, sinks=None, **options):
     """Both halves by the ops, or by the launchers where the ops would not run them."""
-    options = OPTIONS | {"softcap": 0.0} | options
+    options = OPTIONS | {"softcap": 0.0, "k_scale": None, "v_scale": None} | options
     k, v = pages.kv
     at = bounds, pages.table, lengths
     if device_path[1] == "reference" or (device_path[0] == "cuda" and plan is None):
@@ -49,9 +49,10 @@ def run(device_path, q, pages, bounds, lengths, out, plan=None, slots=None, sink
         halves.merge_pieces(pieces, lengths, out, sinks=sinks)
         return
     names = ("scale", "block", "top_k", "sink", "local", "scoring", "softcap")
-    args = q, k, v, *at, slots, *(options[name] for name in names)
+    choice, scales = [options[name] for name in names], (options["k_scale"], options["v_scale"])
+    args = q, k, v, *at, slots, *choice, *scales
     if plan is None:  # that of a GPU: on a CPU the op itself makes one piece
-        plan = decode.plan_of(halves.step_of(q, k, v, bounds, lengths, *args[7:]), pages.table)
+        plan = decode.plan_of(halves.step_of(q, k, v, bounds, lengths, *choice), pages.table)
     pieces = halves._allocate(*args, plan=plan)
     halves.launch_gather_pieces(*args, pieces, plan=plan)
     halves._allocate_merge(pieces, lengths, out, sinks, True)

@@ -21,7 +21,8 @@ CHOICE = ("scale", "block", "top_k", "sink", "local", "scoring", "softcap")
 
 def run(device_path, q, pages, bounds, lengths, near, out, plan=None, whole=None, **options):
     """The op, or its launcher where the op would not run it."""
-    options = OPTIONS | {"softcap": 0.0, "sinks": None, "slots": None} | options
+    none = {"sinks": None, "slots": None, "k_scale": None, "v_scale": None}
+    options = OPTIONS | {"softcap": 0.0} | none | options
     at = bounds, pages.table, lengths, near, out
     if device_path[1] == "reference" or (device_path[0] == "cuda" and plan is None):
         op.gather_rows(q, *pages.kv, *at, **options)
@@ -29,7 +30,8 @@ def run(device_path, q, pages, bounds, lengths, near, out, plan=None, whole=None
     choice = [options[name] for name in CHOICE]
     if plan is None:
         plan = decode.plan_of(step_of(q, *pages.kv, bounds, lengths, *choice), pages.table)
-    args = q, *pages.kv, *at, options["sinks"], options["slots"], *choice
+    scales = options["k_scale"], options["v_scale"]
+    args = q, *pages.kv, *at, options["sinks"], options["slots"], *choice, *scales
     op._check(*args)
     op.launch_gather_rows(*args, plan=plan, whole=whole)
 
@@ -120,13 +122,13 @@ def test_rows_do_not_change_each_other(device_path):
 def test_the_reference_follows_no_far_row_to_where_near_says(monkeypatch):
     """Table entries behind a row's end may be anything: where one is no page, it would crash."""
     pages = make(5, [100, 40], page=16)
-    q, asked, attend = random(0, 2, 4, 1, 64), [], op.attend_on_cpu
+    q, asked, attend = random(0, 2, 4, 1, 64), [], op.descaled_on_cpu
 
-    def note_lengths(*args, **more):
-        asked.append(args[8].tolist())
-        attend(*args, **more)
+    def note_lengths(call, index, lengths, *more):
+        asked.append(lengths.tolist())
+        attend(call, index, lengths, *more)
 
-    monkeypatch.setattr(op, "attend_on_cpu", note_lengths)
+    monkeypatch.setattr(op, "descaled_on_cpu", note_lengths)
     at = empty(pages.kv[0], 16, "bounds"), pages.table, torch.tensor([0, 40])
     op.gather_rows(q, *pages.kv, *at, torch.tensor([100, 112]), torch.empty_like(q), **OPTIONS)
     assert [lengths[1] <= 40 for lengths in asked] == [True]

@@ -144,7 +144,7 @@ class Impl(CPUAttentionBackendImpl):
         return self._served
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        k, v = pages(kv_cache, heads_first=True)
+        k, v, *_ = pages(kv_cache, heads_first=True)
         slots = slot_mapping[slot_mapping >= 0]
         count, page = slots.shape[0], k.shape[2]
         k[slots // page, :, slots % page] = key[:count]
@@ -207,7 +207,8 @@ class Impl(CPUAttentionBackendImpl):
     def attend_densely(self, row, query, cache, table, output) -> None:
         """torch's attention for one row, on its gathered keys."""
         tokens = slice(row.first, row.first + row.queries)
-        k, v = (contiguous_row(x, table[row.index], row.seen) for x in cache)
+        place = table[row.index], row.seen, query.dtype
+        k, v = (contiguous_row(x, *place) for x in (cache.k, cache.v))
         seen = torch.ones(row.queries, row.seen, dtype=torch.bool).tril(row.seen - row.queries)
         out = torch.nn.functional.scaled_dot_product_attention(
             query[tokens].transpose(0, 1)[None], k, v, seen, scale=self.scale, enable_gqa=True
@@ -219,7 +220,7 @@ class Impl(CPUAttentionBackendImpl):
         summary, or its key's code."""
         if served.state is None:
             return 0
-        k, _ = cache
+        k = cache.k
         state = served.state.of(k)
         coded, checked = isinstance(state, PageCodes), 0
         block = 1 if coded else served.phases.decode.block
@@ -229,7 +230,8 @@ class Impl(CPUAttentionBackendImpl):
                 continue
             at = torch.arange(full) * block
             pages_of = m.table[row, at // k.shape[2]].long()
-            keys = contiguous_row(k, m.table[row], full * block)[0].unflatten(1, (full, block))
+            keys = contiguous_row(k, m.table[row], full * block, k.dtype)[0]
+            keys = keys.unflatten(1, (full, block))
             if coded:
                 wanted = quantize_keys(keys[:, :, 0])
                 found = (x[pages_of, :, at % k.shape[2]].transpose(0, 1) for x in state)

@@ -112,6 +112,8 @@ def attend_piece(
             _append(token_v, v_at, position, rows.S, d, cache.v_s, D)
         # The cache is full: the output shows it.
         scale = tl.where(length > rows.S, float("nan"), scale)
+    if cache.k_scale is not None:
+        scale *= tl.load(cache.k_scale)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -226,6 +228,8 @@ def attend_piece(
             CAPPED=CAPPED,
         )
 
+    if cache.v_scale is not None:
+        acc *= tl.load(cache.v_scale)
     heads = kv_heads * GROUP
     store_piece(
         top=top,

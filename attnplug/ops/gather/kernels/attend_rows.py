@@ -90,6 +90,8 @@ def _attend_whole(
     row_table = cache.table + b * cache.table_b
     k_at = cache.k + h.to(tl.int64) * cache.k_h + d[None, :]
     v_at = cache.v + h.to(tl.int64) * cache.v_h + d[None, :]
+    if cache.k_scale is not None:
+        scale *= tl.load(cache.k_scale)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -115,6 +117,8 @@ def _attend_whole(
             cap=cap,
             CAPPED=CAPPED,
         )
+    if cache.v_scale is not None:
+        acc *= tl.load(cache.v_scale)
     store_piece(
         top=top,
         total=total,
