@@ -6,7 +6,7 @@ policy attends.
 A row has the microseconds a step until the host has launched it (`host_us`), until the device is
 done as well (`eager_us`), and of the attention alone in a CUDA graph (`graph_us`), once with the
 launches of a known form made again (`repeated`) and once with each call checked, planned and bound
-anew. `--profile` prints where the host's time goes.
+anew. `--profile` prints where the host's time goes, and what the graph's kernels take.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 from whole_calls import say
 
 import attnplug.ops.common.launches as launches
@@ -90,6 +91,11 @@ def timed(steps: Steps, device: str, count: int, profile: bool) -> dict[str, Any
             graph.replay()
         synchronize(device)
         row["graph_us"] = round((time.perf_counter() - begun) / 100 * 1e6, 1)
+        if profile:
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as kernels:
+                graph.replay()
+                synchronize(device)
+            print(kernels.key_averages().table(max_name_column_width=60, row_limit=12))
     if profile:
         found = cProfile.Profile()
         found.enable()
