@@ -8,7 +8,7 @@ depend neither on its neighbours nor on when it came, and captured graphs can ma
 
 from collections.abc import Mapping
 from random import Random
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.continuous_batching.cb_logits_processors import (
@@ -63,10 +63,13 @@ def sampling_of(config: Any) -> Sampling:
 class RowProcessor(ContinuousBatchingLogitsProcessor):
     """One 32-bit number a row, made of its request on the host, read where the scores are."""
 
-    supported_kwargs: ClassVar[dict[str, type]] = {}
+    asks: tuple[str, type]  # what it reads of a request
     ignored_kwargs: tuple[str, ...] = ()
     dtype = torch.float32
     default: float = 1.0
+
+    def __init__(self) -> None:
+        self.supported_kwargs = dict([self.asks])
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         filled = torch.full_like(int32_tensor, self.default, dtype=self.dtype)
@@ -83,7 +86,7 @@ class RowProcessor(ContinuousBatchingLogitsProcessor):
 class RowTemperature(RowProcessor):
     """Divides a row's scores by its temperature; those of a greedy row stay."""
 
-    supported_kwargs: ClassVar[dict[str, type]] = {"temperature": float}
+    asks = ("temperature", float)
 
     def of(self, state: Any) -> float:
         return state.logit_processor_kwargs.get("temperature", 0.0) or 1.0
@@ -95,7 +98,7 @@ class RowTemperature(RowProcessor):
 class RowTopP(RowProcessor):
     """Leaves of each row the smallest set of best tokens whose probabilities come to its top_p."""
 
-    supported_kwargs: ClassVar[dict[str, type]] = {"top_p": float}
+    asks = ("top_p", float)
 
     def of(self, state: Any) -> float:
         return state.logit_processor_kwargs.get("top_p", 1.0)
@@ -114,7 +117,7 @@ class RowTopP(RowProcessor):
 class RowDraw(RowProcessor):
     """Adds noise to the scores of rows that are sampled, after which the largest is a draw."""
 
-    supported_kwargs: ClassVar[dict[str, type]] = {"seed": int}
+    asks = ("seed", int)
     dtype = torch.int32
     default = GREEDY
 
