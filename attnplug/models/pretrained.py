@@ -180,8 +180,8 @@ def damaged() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     of_values = ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError
-    # Of torch.load; RuntimeError also of what is nested without end.
-    of_pickles = torch.serialization.pickle.UnpicklingError, EOFError, RuntimeError
+    torch_load: Any = torch.serialization  # RuntimeError: also of what is nested without end
+    of_pickles = torch_load.pickle.UnpicklingError, EOFError, RuntimeError
     return OSError, SafetensorError, StrictDataclassError, *of_pickles, *of_values
 
 
