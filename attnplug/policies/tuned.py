@@ -61,15 +61,21 @@ def lookup(device: torch.device, heads: str, method: str) -> Tuned | None:
 
 def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]) -> Path:
     """Write what was measured into the file, in the place of what it says of these methods."""
-    path, known = crossover_file(), _known()
-    of_card = dict(known.get(card_name(device), {}))
+    path = crossover_file()
+    files.make_folder(path.parent)
+    with files.alone_in(path.parent):
+        _write(path, card_name(device), heads, date, methods)
+    return path
+
+
+def _write(path: Path, card: str, heads: str, date: str, methods: Mapping[str, Any]) -> None:
+    known = _known()
+    of_card = dict(known.get(card, {}))
     old = of_card.get(heads, {})
     kept = old.get("methods", {}) if old.get("versions") == measured_with() else {}
     entry = {"versions": measured_with(), "date": date, "methods": {**kept, **methods}}
     of_card[heads] = entry
-    files.make_folder(path.parent)
-    files.write_text(path, json.dumps({**known, card_name(device): of_card}, indent=1) + "\n")
-    return path
+    files.write_text(path, json.dumps({**known, card: of_card}, indent=1) + "\n")
 
 
 def _known() -> dict[str, Any]:
@@ -85,8 +91,9 @@ def _known() -> dict[str, Any]:
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, stamp: int) -> dict[str, Any]:
     """The file's content; `stamp` is when it was written, so that a new one is read again."""
-    with files.reading(path, "crossovers; delete it, and run attnplug tune again"):
-        found = json.loads(path.read_text(encoding="utf-8"))
+    what = "crossovers; delete it, and run attnplug tune again"
+    found = files.read_json(path, what)
+    with files.reading(path, what):
         if not _is_table(found):
             raise ValueError("it is not what attnplug tune writes")
     return found

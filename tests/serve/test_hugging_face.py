@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.import_utils import is_serve_available
 from typer.testing import CliRunner
 
@@ -287,26 +287,31 @@ def test_it_answers_to_its_names_tells_bad_requests_counts_and_ends(tmp_path, ch
 @NEEDED
 def test_a_worker_that_failed_is_followed_by_another(monkeypatch):
     """Stock's answers all later requests by 503."""
-    from transformers.cli.serving.utils import CBGenerateManager
-
-    from attnplug.serve.hugging_face.batches import Batches
+    from attnplug.serve.hugging_face import batches as served_batches
 
     class Worker:
         def __init__(self, fatal_error):
             self.background_thread_status = types.SimpleNamespace(fatal_error=fatal_error)
-            self.batch_processor, self.stopped = object(), False
+            self.batch_processor, self.stopped, self.started = object(), False, 0
+
+        def start(self):
+            self.started += 1
 
         def stop(self, block, timeout):
             self.stopped = True
 
     failed, fresh = Worker("no pages"), Worker(None)
-    monkeypatch.setattr(CBGenerateManager, "init_cb", lambda self, *_: setattr(self, "_cb", fresh))
-    batches = Batches()
+    model = types.SimpleNamespace(
+        generation_config=GenerationConfig(), init_continuous_batching=lambda **_: fresh
+    )
+    for name in ("sample_by_rows", "_take_sampling"):
+        monkeypatch.setattr(served_batches, name, lambda worker: None)
+    batches = served_batches.Batches()
     batches._cb = failed
-    batches.init_cb(None, None)
-    assert batches._cb is fresh and failed.stopped
-    batches.init_cb(None, None)
-    assert batches._cb is fresh and not fresh.stopped
+    batches.begin(model)
+    assert batches._cb is fresh and failed.stopped and batches.is_ready()
+    batches.init_cb(model, None)
+    assert batches._cb is fresh and not fresh.stopped and fresh.started == 1
 
 
 @NEEDED

@@ -107,9 +107,11 @@ def counting(
         found = schedule(*args, **kwargs)
         batch = found[0] or []
         for entry in batch:
-            if entry.state.request_id not in open_:
-                open_[entry.state.request_id] = entry.state, 0
+            begun = open_.get(entry.state.request_id)
+            if begun is None:
                 metrics.prompt.inc(len(entry.state.initial_tokens))
+            if begun is None or begun[0] is not entry.state:  # evicted, and begun once more
+                open_[entry.state.request_id] = entry.state, 0
         _count_batch(metrics, served, batch, device)
         return found
 
@@ -117,11 +119,12 @@ def counting(
         update()
         for name, (state, counted) in list(open_.items()):
             tokens = state.generated_len()
-            if tokens and not counted:
+            if tokens and not counted and not state._true_initial_tokens:
                 metrics.first.observe(time.perf_counter() - state.created_time)
             metrics.generated.inc(tokens - counted)
             open_[name] = state, tokens
-            if state.lifespan[1] >= 0:  # finished or failed
+            # finished, failed, or taken out since its client went away
+            if state.lifespan[1] >= 0 or processor.scheduler.request_is_cancelled(name):
                 del open_[name]
 
     processor.scheduler.schedule_batch = schedule_batch

@@ -3,10 +3,12 @@ of it in silence and ends others with an internal error."""
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Check = tuple[Callable[[Any], bool], str]  # what a value must be, and how to say it
 
@@ -32,8 +34,11 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 def problem_of(body: Mapping[str, Any]) -> str:
     """What is wrong with a request, in a sentence, or ""."""
-    if not _is_unicode(body):
-        return "the request has a lone surrogate, needs text that is Unicode"
+    try:
+        if not _is_unicode(body):
+            return "the request has a lone surrogate, needs text that is Unicode"
+    except RecursionError:
+        return "the request has objects in objects in objects, too deep to be read"
     for name, harmless in UNSERVED.items():
         asked = body.get(name)
         if asked is not None and asked not in harmless:
@@ -65,6 +70,34 @@ def length_problem(body: Mapping[str, Any], reads: int | None) -> str:
             told = "a row has an end" if reads is None else f"the model reads {reads:,}"
             return f"{name} is {asked}, and {told}"
     return ""
+
+
+def is_long(body: Any) -> bool:
+    """Whether the tokens of a request's texts should be counted before it is taken."""
+    return sum(map(len, _texts(body))) > SHORT
+
+
+def texts_problem(body: Any, tokenizer: Any, reads: int) -> str:
+    """The same for texts of more tokens than the model reads. Counts them piece by piece, and no
+    further than it must."""
+    tokens, pieces = 0, 0
+    for text in _texts(body):
+        for start in range(0, len(text), SHORT):
+            tokens += len(tokenizer(text[start : start + SHORT])["input_ids"])
+            pieces += 1
+            if tokens > reads + 16 * pieces:  # where a piece ends, a token may have been cut
+                return f"the prompt has more than the {reads:,} tokens that the model reads"
+    return ""
+
+
+def _texts(body: Any) -> Iterator[str]:
+    left = [body]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            left.extend(value.values() if isinstance(value, dict) else value)
 
 
 def messages_problem(body: Mapping[str, Any]) -> str:
@@ -139,7 +172,20 @@ def _are_calls(value: Any) -> bool:
     if not _is_objects(value):
         return False
     named = [each.get("function") for each in value]
-    return all(isinstance(x, dict) and {"name", "arguments"} <= x.keys() for x in named)
+    if not all(isinstance(x, dict) and {"name", "arguments"} <= x.keys() for x in named):
+        return False
+    return all(isinstance(x["arguments"], dict) or is_object(x["arguments"]) for x in named)
+
+
+def _is_for_templates(value: Any) -> bool:
+    """Whether a value names variables of a chat template, and nothing that renders or tokenizes
+    takes for itself: such a name would fail, cut the prompt, or bring a template along."""
+    taken = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    return isinstance(value, dict) and not value.keys() & ({"messages", *taken} - {"documents"})
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_token(key: str) -> bool:
@@ -161,6 +207,7 @@ def _is_stop(value: Any) -> bool:
 
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+SHORT = 1 << 17  # characters that take no time to speak of
 MOST = 1 << 24  # tokens of an answer, of a model that does not say how many it reads
 TOKENS: Check = (_positive, "an integer of at least 1")
 CHECKS: dict[str, Check] = {
@@ -173,6 +220,8 @@ CHECKS: dict[str, Check] = {
     "stop": (_is_stop, "a string, or a list of strings"),
     "logit_bias": (_is_bias, "an object from token ids to numbers"),
     "tools": (_is_objects, "a list of objects"),
-    "chat_template_kwargs": (lambda x: isinstance(x, dict), "an object"),
+    "chat_template_kwargs": (_is_for_templates, "an object of the template's own variables"),
+    "suffix": (_is_text, "a string"),
+    "instructions": (_is_text, "a string"),
     "generation_config": (is_object, "the JSON text of an object"),
 }

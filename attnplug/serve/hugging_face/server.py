@@ -1,6 +1,7 @@
 """The server of `attnplug serve`: transformers' handlers and continuous batching behind routes and
 checks of its own, from loading the model to an orderly end."""
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from random import Random
 from typing import Any
 
 from transformers.utils.import_utils import is_serve_available
@@ -19,17 +21,23 @@ from attnplug.errors import ArgumentError, AttnplugError, UnsupportedCallError
 from attnplug.models.layers import positions
 from attnplug.models.pretrained import WEIGHTS, fetch
 from attnplug.serve.hugging_face.requests import (
+    MOST,
     input_problem,
+    is_long,
     is_object,
     length_problem,
     messages_problem,
     problem_of,
     prompt_problem,
+    texts_problem,
 )
 
 GRACE = 3.0  # seconds that each part of the server has for its end
-# Routes of transformers' server that load, drop and list models: this server has one.
-DROPPED = frozenset({"/load_model", "/reset", "/v1/models"})
+# Routes of transformers' server that load, drop and list models, of which this server has one, and
+# those that ask for other answers than text.
+DROPPED = frozenset(
+    {"/load_model", "/reset", "/v1/models", "/v1/systemone", "/v1/audio/transcriptions"}
+)
 ALLOWED = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "quantization": ("bnb-4bit", "bnb-8bit"),
@@ -93,7 +101,7 @@ def run(model: str, policy: PolicyLike, options: Options | None = None) -> None:
 
     source = str(fetch(model)) if model in WEIGHTS else model
     names = list(dict.fromkeys(filter(None, (options.served_model_name, model))))
-    with _own_app(names, source, policy):
+    with _own_app(names, source, policy, Random(options.default_seed)):
         serve = Serve(force_model=source, non_blocking=True, **options.given())
     _wait(serve, names, options)
     if not _stop(serve):
@@ -104,12 +112,13 @@ def run(model: str, policy: PolicyLike, options: Options | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _own_app(names: list[str], source: str, policy: PolicyLike) -> Iterator[None]:
+def _own_app(names: list[str], source: str, policy: PolicyLike, seeds: Random) -> Iterator[None]:
     """Within it, transformers' server puts the policy on the model that it loads, and gets routes
     and checks of attnplug's."""
     from transformers.cli.serving import server
     from transformers.cli.serving.model_manager import ModelManager
 
+    from attnplug.serve.hugging_face.clients import Clients
     from attnplug.serve.hugging_face.metrics import Metrics
 
     metrics = Metrics()
@@ -125,8 +134,9 @@ def _own_app(names: list[str], source: str, policy: PolicyLike) -> Iterator[None
         app = build(*handlers, **more)
         for handler in (*handlers, *more.values()):
             if hasattr(handler, "_resolve_model"):
-                _adopt(handler, names, source)
+                _adopt(handler, names, source, seeds)
         _add_routes(app, names, metrics)
+        app.add_middleware(Clients)
         return app
 
     loader: Any = ModelManager
@@ -137,12 +147,13 @@ def _own_app(names: list[str], source: str, policy: PolicyLike) -> Iterator[None
         loader._load_model, server.build_server = load, build
 
 
-def _adopt(handler: Any, names: list[str], source: str) -> None:
+def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
     """Have one of transformers' handlers know the model by the server's names, answer by the first
     of them, and refuse what it would not serve."""
     from fastapi import HTTPException
 
-    from attnplug.serve.hugging_face.batches import adopt_batches, batch_problem
+    from attnplug.serve.hugging_face.batches import adopt_managers, batch_problem
+    from attnplug.serve.hugging_face.sampling import set_sampling
 
     checks: dict[str, Callable[[Any], str]] = {
         "ChatCompletionHandler": messages_problem,
@@ -174,15 +185,46 @@ def _adopt(handler: Any, names: list[str], source: str) -> None:
             raise HTTPException(400, problem)
         return names[0], loaded, *rest
 
-    adopt_batches(handler.generation_state)
+    build = handler._build_generation_config
+
+    def build_config(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # without the seed, which transformers would set for all requests
+        config = build({**body, "seed": None}, *args, **kwargs)
+        set_sampling(config, body, seeds)
+        return config
+
+    handle, state = handler.handle_request, handler.generation_state
+
+    async def handle_request(body: dict[str, Any], *args: Any) -> Any:
+        for name in [name for name, value in body.items() if value is None]:
+            del body[name]
+        _, loaded, processor = resolve({"model": source})
+        if is_long(body):  # in a thread, while others are answered
+            tokenizer = getattr(processor, "tokenizer", processor)
+            reads = positions(loaded.config) or MOST
+            problem = await asyncio.to_thread(texts_problem, body, tokenizer, reads)
+            if problem:
+                raise HTTPException(400, problem)
+        kind = handler.model_manager.get_model_modality(loaded, processor=processor)
+        if state.use_continuous_batching(loaded, kind):
+            batches = state.get_manager(names[0], use_cb=True)
+            if not batches.is_ready():
+                await asyncio.to_thread(batches.begin, loaded)
+        return await handle(body, *args)
+
+    adopt_managers(state)
+    handler.handle_request = handle_request
     handler._validate_request, handler._resolve_model = validate_request, resolve_model
+    handler._build_generation_config = build_config
 
 
 def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
     """/v1/models and /metrics, errors in OpenAI's form, and a count of the answers."""
-    from fastapi import HTTPException, Request, Response
+    from fastapi import Request, Response
+    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from jinja2 import TemplateError
+    from starlette.exceptions import HTTPException
 
     created = int(time.time())
     app.router.routes[:] = [x for x in app.router.routes if x.path not in DROPPED]
@@ -200,6 +242,13 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
     async def told(_: Request, error: HTTPException) -> JSONResponse:
         about = {"message": error.detail, "type": "invalid_request_error"}
         return JSONResponse({"error": about}, error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    async def misread(_: Request, error: RequestValidationError) -> JSONResponse:
+        told = "; ".join(f"{each['msg']} at {each['loc']}" for each in error.errors())
+        message = f"the request is no JSON object: {told}"
+        about = {"message": message, "type": "invalid_request_error"}
+        return JSONResponse({"error": about}, 400)
 
     @app.exception_handler(TemplateError)
     async def refused(_: Request, error: TemplateError) -> JSONResponse:
