@@ -205,10 +205,10 @@ class Momo(DenseBelow):
     def query_grid(self) -> int:
         return self.query_block
 
-    def is_short(self, call: AttentionCall) -> bool:
-        """Whether dense attention is faster. The prefill that the call is a part of is short, as
-        far as the host knows, and so are the keys that it sees."""
-        queries, limit = call.q.shape[2], self.crossover(call.q.device)
+    def is_short(self, call: AttentionCall, limit: int | None = None) -> bool:
+        """Whether dense attention is faster. The prefill that the call is a part of is shorter than
+        `limit`, the crossover, as far as the host knows, and so are the keys that it sees."""
+        queries, limit = call.q.shape[2], limit or self.crossover(call.q.device)
         if not known_below(queries, limit):
             return not self._knows_places(call) and known_below(queries, self._unplaced(call))
         if torch.compiler.is_compiling() or not isinstance(call.state, PlugLayer):
@@ -233,8 +233,8 @@ class Momo(DenseBelow):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries, width = call.q.shape[2:]
-        if self.is_short(call):
-            least = self.crossover(call.q.device)
+        least = self.crossover(call.q.device)
+        if self.is_short(call, least):
             return self.leave_to_dense(
                 call, lambda: f"{queries:,} queries, and it serves from {least:,} on"
             )
