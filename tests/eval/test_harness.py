@@ -25,6 +25,27 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tasks_are_read_once():
+    """lm_eval reads thousands of files whenever somebody names a task of its own."""
+    try:
+        from lm_eval.tasks._index import TaskIndex
+    except ImportError:  # another version of lm_eval
+        yield
+        return
+    build, kept = TaskIndex.build, {}
+
+    def build_once(paths):
+        key = tuple(map(str, paths))
+        if key not in kept:
+            kept[key] = build(paths)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskIndex, "build", staticmethod(build_once))
+        yield
+
+
 def test_the_command_shows_dense_and_policies_beside_each_other(checkpoint, tmp_path):
     """On the same samples; budgets that cover them give dense's scores."""
     task, out = write_task(tmp_path), tmp_path / "out"

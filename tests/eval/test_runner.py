@@ -214,7 +214,7 @@ def test_a_nearsighted_policy_is_told_apart_from_dense(smollm2, tmp_path):
 
 
 def test_random_blocks_are_told_apart_from_dense(smollm2, tmp_path):
-    options = dict(tasks=["perplexity"], lengths=[384], trials=4)
+    options = dict(tasks=["perplexity"], lengths=[512], trials=4)
     outcome = run(*smollm2, tmp_path / "s.jsonl", policies=["dense", CONTROL], **options)
     rows = {row["policy"]: row for row in make_rows(outcome.records)}
     assert rows["dense"]["value"] == pytest.approx(rows[STOCK]["value"], rel=1e-3)
