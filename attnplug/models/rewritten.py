@@ -36,7 +36,7 @@ def body_of(forward: Any) -> tuple[ast.FunctionDef, list[str]] | None:
 
 @functools.cache  # many layers have the same forward, and each `apply` looks at all of them
 def _body_of(code: CodeType, file: str) -> tuple[ast.FunctionDef, list[str]] | None:
-    """By the code: of a function, inspect looks for what it wraps. Two files may have equal code."""
+    """By its code: inspect looks for what a function wraps. Code of two files may be equal."""
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
     except (OSError, SyntaxError):  # without a file, or a lambda amid an expression
