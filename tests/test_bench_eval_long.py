@@ -28,7 +28,7 @@ done
     ("study", "program", "models"),
     [
         ("as-written", "-m attnplug", {"gemma3-270m@64k": 65536, "gemma3-270m@128k": 131072}),
-        ("rivals", "bench/rivals.py", {"gemma3-270m@64k": 65536, "gemma3-270m": 32768}),
+        ("rivals", "bench/rivals.py", {"gemma3-270m": 32768}),
     ],
 )
 def test_each_gpu_looks_first_and_then_asks_what_the_model_can_do(tmp_path, study, program, models):

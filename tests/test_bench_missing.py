@@ -10,10 +10,11 @@ import pytest
 BENCH = Path(__file__).parent.parent / "bench"
 
 
-@pytest.fixture
-def missing(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield importlib.import_module("missing")
+@pytest.fixture(scope="module")
+def missing():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCH))
+        yield importlib.import_module("missing")
     for name in ("missing", "report", "stale", *(path.stem for path in BENCH.glob("_*.py"))):
         sys.modules.pop(name, None)
 

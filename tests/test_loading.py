@@ -11,6 +11,7 @@ from harness_task import TASK, write_checkpoint, write_task
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaForCausalLM,
     PreTrainedModel,
     ResNetConfig,
@@ -154,19 +155,32 @@ def test_what_is_no_python_program_is_refused(words, message):
 
 
 def test_lm_evaluation_harness_runs_under_a_policy(checkpoint, tmp_path):
-    """Its own command line, on a tiny task: the answers are those of the harness without a policy,
-    as the budgets cover these prompts."""
+    """Its own command line, on a tiny task: the answers are the model's own, as the budgets cover
+    these prompts."""
     write_task(tmp_path)
     harness = ["--model", "hf", "--model_args", f"pretrained={checkpoint}", "--device", "cpu"]
     harness += ["--tasks", TASK, "--include_path", str(tmp_path), "--log_samples"]
-    scores = []
-    for name, policy in (("served", POLICY), ("dense", "dense")):
-        out = tmp_path / name
-        done = attnplug_run("-m", "lm_eval", *harness, "--output_path", out, policy=policy)
-        assert done.returncode == 0, done.stderr
-        assert f"policy {policy}\n" in done.stderr and TASK in done.stdout
-        (samples,) = out.rglob("samples_*.jsonl")
-        found = [json.loads(line) for line in samples.read_text().splitlines()]
-        scores.append([float(each[0]) for row in found for each in row["filtered_resps"]])
-    assert len(scores[0]) == 8
-    torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[1]))
+    done = attnplug_run("-m", "lm_eval", *harness, "--output_path", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert f"policy {POLICY}\n" in done.stderr and TASK in done.stdout
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    found = [json.loads(line) for line in samples.read_text().splitlines()]
+    scores = [float(each[0]) for row in found for each in row["filtered_resps"]]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    wanted = [
+        log_probability(model, tokenizer, row["doc"]["q"], f" {choice}")
+        for row in found
+        for choice in row["doc"]["choices"]
+    ]
+    assert len(scores) == 8
+    torch.testing.assert_close(torch.tensor(scores), torch.tensor(wanted), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def log_probability(model, tokenizer, text: str, more: str) -> float:
+    """Of `more` behind a text."""
+    ids = tokenizer(text + more, return_tensors="pt").input_ids
+    begin = len(tokenizer(text).input_ids)
+    logits = model(ids).logits[0, begin - 1 : -1].log_softmax(-1)
+    return float(logits.gather(-1, ids[0, begin:, None]).sum())

@@ -2,10 +2,12 @@
 attnplug knows."""
 
 import ast
+import copy
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from attnplug.errors import UnsupportedCallError
@@ -26,12 +28,17 @@ def run_rewritten(made: Forward | None, module: Any, *args: Any, **kwargs: Any) 
 
 def body_of(forward: Any) -> tuple[ast.FunctionDef, list[str]] | None:
     """A function and the texts of its statements, as ast.unparse writes them; None where it is no
-    function of Python with a source of its own."""
+    function of Python with a source of its own. What is given is kept and not to be changed."""
     if not isinstance(forward, FunctionType):
         return None
-    try:  # of the code: of a function, inspect looks for what it wraps
-        source = textwrap.dedent(inspect.getsource(forward.__code__))
-        function = ast.parse(source).body[0]
+    return _body_of(forward.__code__, forward.__code__.co_filename)
+
+
+@functools.cache  # many layers have the same forward, and each `apply` looks at all of them
+def _body_of(code: CodeType, file: str) -> tuple[ast.FunctionDef, list[str]] | None:
+    """By its code: inspect looks for what a function wraps. Code of two files may be equal."""
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
     except (OSError, SyntaxError):  # without a file, or a lambda amid an expression
         return None
     if not isinstance(function, ast.FunctionDef):
@@ -42,6 +49,7 @@ def body_of(forward: Any) -> tuple[ast.FunctionDef, list[str]] | None:
 def rewritten(forward: Any, function: ast.FunctionDef, part: slice, code: str) -> Forward:
     """`forward`, whose source is `function`, with `code` in the place of a part of its
     statements."""
+    function = copy.deepcopy(function)
     function.body[part] = ast.parse(code).body
     function.decorator_list = []
     function.returns = None

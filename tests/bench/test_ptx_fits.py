@@ -1,5 +1,6 @@
 """`bench/ptx.py fits` fails on what a compiler prints, and on what does not fit."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
-CASES = """
-import _ptx_fits, _ptx_gpu, sys, triton, triton.language as tl
+SCRIPT = """
+import _ptx_fits, _ptx_gpu, json, sys, triton, triton.language as tl
 from _ptx_inputs import FP32, new
 from _ptx_models import Case
 
@@ -33,36 +34,46 @@ def run(kernel, size):
 def refuse():
     raise ValueError("an error of a launcher")
 
-cases = {"power": run(power, 64), "product": run(product, 32), "raises": refuse,
+CASES = {"power": run(power, 64), "product": run(product, 32), "raises": refuse,
          "nothing": lambda: None}
-name, target, shared = sys.argv[1:]
-_ptx_fits.TARGETS = {target: _ptx_gpu.TARGETS[target]._replace(shared=int(shared))}
-_ptx_fits.model_cases = lambda quick, only: [Case(name, cases[name])]
+def fits(name, target, shared):
+    _ptx_fits.TARGETS = {target: _ptx_gpu.TARGETS[target]._replace(shared=shared)}
+    _ptx_fits.model_cases = lambda quick, only: [Case(name, CASES[name])]
+    return _ptx_fits.fits([target], False, None)
+
 _ptx_gpu.pretend()
-sys.exit(_ptx_fits.fits([target], False, None))
+for each in json.loads(sys.argv[1]):
+    print("ended with", int(fits(*each)))
+    print("--")
 """
+FITS = [
+    ("product", "sm_89", 65536, ""),
+    ("product", "gfx942", 65536, ""),
+    ("power", "sm_89", 65536, ""),
+    # AMD's assembler says so, and leaves the instruction out.
+    ("power", "gfx942", 65536, "error: "),
+    ("product", "sm_89", 1000, "of 1000 bytes of shared memory"),
+    ("raises", "sm_89", 65536, "ended with 1: ValueError: an error of a launcher"),
+    ("nothing", "sm_89", 65536, "launched nothing"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "target", "shared", "said"),
-    [
-        ("product", "sm_89", 65536, ""),
-        ("product", "gfx942", 65536, ""),
-        ("power", "sm_89", 65536, ""),
-        # AMD's assembler says so, and leaves the instruction out.
-        ("power", "gfx942", 65536, "error: "),
-        ("product", "sm_89", 1000, "of 1000 bytes of shared memory"),
-        ("raises", "sm_89", 65536, "ended with 1: ValueError: an error of a launcher"),
-        ("nothing", "sm_89", 65536, "launched nothing"),
-    ],
-)
-def test_a_fault_is_named_and_ends_with_1(name, target, shared, said, tmp_path):
-    script = tmp_path / "cases.py"
-    script.write_text(CASES)
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> list[str]:
+    """What each of FITS prints, in one process that compiles each in a child of its own."""
+    folder = tmp_path_factory.mktemp("fits")
+    (folder / "cases.py").write_text(SCRIPT)
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": f"{BENCH.parent}:{BENCH}", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    found = subprocess.run(
-        [sys.executable, script, name, target, str(shared)], env=env, capture_output=True, text=True
-    )
-    assert found.returncode == (said != ""), found
-    assert said in found.stdout and name in found.stdout, found
+    env |= {"PYTHONPATH": f"{BENCH.parent}:{BENCH}", "TRITON_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, folder / "cases.py", json.dumps([each[:3] for each in FITS])]
+    found = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found
+    return found.stdout.split("--\n")[:-1]
+
+
+@pytest.mark.parametrize("place", range(len(FITS)), ids=lambda place: " ".join(FITS[place][:2]))
+def test_a_fault_is_named_and_ends_with_1(place, printed):
+    name, _, _, said = FITS[place]
+    assert len(printed) == len(FITS)
+    assert f"ended with {int(said != '')}\n" in printed[place], printed
+    assert said in printed[place] and name in printed[place], printed

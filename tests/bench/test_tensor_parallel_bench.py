@@ -4,6 +4,7 @@ both of them."""
 import json
 import os
 
+import pytest
 from ranks import TESTS, needs_gloo, run_ranks
 
 SMALL = ("--cpu", "--layers", "2", "--tokens", "512", "--rounds", "1", "--ways", "one-shot")
@@ -26,6 +27,7 @@ def test_it_times_one_rank_and_two(tmp_path):
 
 
 @needs_gloo
+@pytest.mark.long
 def test_a_prompt_in_pieces_is_compared_with_dense_in_pieces(tmp_path):
     rows = tmp_path / "rows.jsonl"
     script = os.path.relpath(TESTS.parent / "bench" / "million_tokens.py", TESTS)

@@ -96,7 +96,7 @@ def texts_of(function: Any, *, docstring: bool) -> list[str]:
     """A function's source as it is, and with each of its statements left out."""
     found = body_of(function)
     assert found is not None
-    node = found[0]
+    node = copy.deepcopy(found[0])
     node.decorator_list = []
     if not docstring and ast.get_docstring(node) is not None:
         del node.body[0]

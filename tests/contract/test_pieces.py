@@ -30,65 +30,87 @@ LONG_ROPE = {
 }
 
 
-def ask(folder: Path, asked: list[dict[str, Any]], models: dict[str, Any], **options: Any) -> None:
-    """Have each call done in pieces and alone, and hold them to each other."""
+PIECES: list[dict[str, Any]] = [
+    {"model": "tiny", "policy": "dense", "tokens": TOKENS},
+    {"model": "tiny", "policy": MOMO, "tokens": TOKENS, "rows": 2},
+    {"model": "tiny", "policy": MOMO, "tokens": TOKENS, "decoder": True, "heads": 1},
+    {"model": "tiny", "policy": GROWING, "tokens": 250, "gammas": [160, 4, 16]},
+    {"model": "rope", "policy": "dense", "tokens": TOKENS},
+]
+DECODING = "gvr", "certified", "momo+sketch", "gather in host memory", "sketch in host memory"
+DECODERS: list[dict[str, Any]] = [
+    {"model": "tiny", "policy": CASES[name].policy, "tokens": TOKENS} for name in DECODING
+]
+DECODERS += [
+    {"model": "tiny", "policy": CASES[name].policy, "tokens": 900, "decoder": True, "heads": 1}
+    for name in ("momo+sketch", "certified")
+]
+SERVED = {family.name: family for family in FAMILIES if family.served}
+OF_FAMILIES: list[dict[str, Any]] = [
+    {"model": name, "policy": MOMO, "tokens": TOKENS}
+    | ({"options": {"attn_implementation": "eager"}} if name == "gemma2" else {})
+    for name in SERVED
+]
+
+
+def ask(folder: Path, asked: list[Any], models: dict[str, Any], **options: Any) -> list[Any]:
+    """What each rank finds of each call, done in pieces and alone."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
     (folder / "asked.json").write_text(json.dumps(asked))
     run_ranks("contract/pieces_rank.py", folder, **options)
+    ranks = range(options.get("ranks", 2))
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in ranks]
+
+
+def hold(asked: list[Any], found: list[Any]) -> None:
+    """Hold calls in pieces to those alone."""
     chosen = set()
-    for rank in range(options.get("ranks", 2)):
-        results = json.loads((folder / f"found-{rank}.json").read_text())
-        for call, found in zip(asked, results, strict=True):
-            assert found["logits"] < ROUNDING, (rank, call, found)
-            assert found["cache"] < ROUNDING * 100, (rank, call, found)
-            assert found["tokens"] and found["restored"], (rank, call, found)
-            assert found["heads"] == call.get("heads", 2), (rank, call, found)
-            chosen.add(str(found["chosen"]))
+    for rank, results in enumerate(found):
+        for call, each in zip(asked, results, strict=True):
+            assert each["logits"] < ROUNDING, (rank, call, each)
+            assert each["cache"] < ROUNDING * 100, (rank, call, each)
+            assert each["tokens"] and each["restored"], (rank, call, each)
+            assert each["heads"] == call.get("heads", 2), (rank, call, each)
+            chosen.add(str(each["chosen"]))
     assert len(chosen) > 1 or len(asked) == 1  # policies that choose, or models that differ
 
 
-@needs_gloo
-def test_pieces_give_what_one_process_gives(tmp_path):
-    asked: list[dict[str, Any]] = [
-        {"model": "tiny", "policy": "dense", "tokens": TOKENS},
-        {"model": "tiny", "policy": MOMO, "tokens": TOKENS, "rows": 2},
-        {"model": "tiny", "policy": MOMO, "tokens": TOKENS, "decoder": True, "heads": 1},
-        {"model": "tiny", "policy": GROWING, "tokens": 250, "gammas": [160, 4, 16]},
-        {"model": "rope", "policy": "dense", "tokens": TOKENS},
-    ]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[Any]:
+    """Of two ranks: PIECES, DECODERS and OF_FAMILIES in turn. Importing torch takes a process some
+    seconds, so that two do all of it."""
     models = {"tiny": tiny_model(), "rope": tiny_model(rope_parameters=LONG_ROPE)}
-    ask(tmp_path, asked, models)
+    models |= {name: family.build() for name, family in SERVED.items()}
+    folder = tmp_path_factory.mktemp("ranks")
+    # most of the limit is for compiling numba's functions
+    return ask(folder, [*PIECES, *DECODERS, *OF_FAMILIES], models, limit=900)
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_pieces_give_what_one_process_gives(found):
+    hold(PIECES, [each[: len(PIECES)] for each in found])
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_every_decode_method_continues(found):
+    begin = len(PIECES)
+    hold(DECODERS, [each[begin : begin + len(DECODERS)] for each in found])
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_every_family_gives_what_one_process_gives(found):
+    hold(OF_FAMILIES, [each[-len(OF_FAMILIES) :] for each in found])
 
 
 @needs_gloo
 def test_three_ranks_have_uneven_pieces(tmp_path):
     policy = CASES["momo"].policy
     asked = [{"model": "tiny", "policy": policy, "tokens": TOKENS, "given": {"max_length": 160}}]
-    ask(tmp_path, asked, {"tiny": tiny_model()}, ranks=3)
-
-
-@needs_gloo
-@pytest.mark.slow
-def test_every_decode_method_continues(tmp_path):
-    names = ("gvr", "certified", "momo+sketch", "gather in host memory", "sketch in host memory")
-    asked = [{"model": "tiny", "policy": CASES[name].policy, "tokens": TOKENS} for name in names]
-    asked += [
-        {"model": "tiny", "policy": CASES[name].policy, "tokens": 900, "decoder": True, "heads": 1}
-        for name in ("momo+sketch", "certified")
-    ]
-    ask(tmp_path, asked, {"tiny": tiny_model()}, limit=900)  # most of it compiles numba's functions
-
-
-@needs_gloo
-@pytest.mark.slow
-def test_every_family_gives_what_one_process_gives(tmp_path):
-    asked: list[dict[str, Any]] = []
-    models = {family.name: family.build() for family in FAMILIES if family.served}
-    for name in models:
-        options = {"attn_implementation": "eager"} if name == "gemma2" else {}
-        asked.append({"model": name, "policy": MOMO, "tokens": TOKENS, "options": options})
-    ask(tmp_path, asked, models)
+    hold(asked, ask(tmp_path, asked, {"tiny": tiny_model()}, ranks=3))
 
 
 @needs_gloo

@@ -3,6 +3,8 @@
 Policies that are approximations get, as `exact`, the setting whose budget covers everything.
 """
 
+from typing import Any
+
 import pytest
 from contract_cases import CASES, shipped
 
@@ -20,10 +22,22 @@ GROUPS = {
 # Inductor compiles what lies between the ops, which is the model's, and takes a C++ compiler ten
 # seconds a policy. These two have ops of their own in a prefill, in a step and in neither.
 INDUCTOR = ("dense", "momo+gather")
+# A prefill and a step are graphs of their own, so that what is compiled of two methods is what is
+# compiled of each: one such row is enough.
+QUICK = [name for name in CASES if "+" not in name or name in INDUCTOR]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("name", CASES)
+def rows() -> list[Any]:
+    """Every row with every group; a release compiles the rows that are not `QUICK`."""
+    long = [pytest.mark.long]
+    return [
+        pytest.param(name, group, marks=long if group == "compile" and name not in QUICK else ())
+        for name in CASES
+        for group in GROUPS
+    ]
+
+
+@pytest.mark.parametrize(("name", "group"), rows())
 def test_policy_keeps_its_promises(name, group, device):
     case = CASES[name]
     traced = device == "cpu" and group == "compile" and name not in INDUCTOR

@@ -30,31 +30,48 @@ def ask(folder: Path, models: dict[str, Any], asked: dict[str, Any]) -> list[dic
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.slow
-def test_every_method_gives_the_tokens_of_one_process(tmp_path):
-    policies = ["", *(CASES[name].policy for name in METHODS)]
-    model = tiny_model()
+POLICIES = ["", *(CASES[name].policy for name in METHODS)]
+OF_FAMILIES = ["", CASES["momo+gather"].policy]
+
+
+@pytest.fixture(scope="module")
+def families() -> dict[str, Any]:
+    return {family.name: family.build() for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, families) -> list[dict[str, Any]]:
+    """What both ranks found about all models. Importing torch takes a process some seconds, so that
+    two do all of it."""
     odd = tiny_model(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     one_head = tiny_model(num_attention_heads=4, num_key_value_heads=1)
-    models = {"tiny": model, "odd": odd, "one-head": one_head}
-    compiled = [CASES[name].policy for name in ("dense", "gather")]
-    asked = {"tiny": {"policies": policies, "full": True, "compiled": compiled}}
+    models = {"tiny": tiny_model(), "odd": odd, "one-head": one_head} | families
+    compiled = [CASES["gather"].policy]
+    asked: dict[str, Any] = {"tiny": {"policies": POLICIES, "full": True, "compiled": compiled}}
     asked |= {name: {"policies": []} for name in ("odd", "one-head")}
-    wanted = {policy: tokens_of(model, policy) for policy in policies}
+    asked |= {name: {"policies": OF_FAMILIES, "fused": True} for name in families}
+    asked["gemma2"]["options"] = {"attn_implementation": "eager"}
+    return ask(tmp_path_factory.mktemp("ranks"), models, asked)
+
+
+@pytest.mark.slow
+def test_every_method_gives_the_tokens_of_one_process(found):
+    model = tiny_model()
+    wanted = {policy: tokens_of(model, policy) for policy in POLICIES}
     picked, sampled = picks_of(model), sampled_of(model)
     assert picked["heads"] == 4
-    for found in ask(tmp_path, models, asked):
-        assert found["tiny"]["sketch"] == picked | {"heads": 2}
-        assert found["tiny"]["tokens"] == wanted
-        assert found["tiny"]["sampled"] == sampled
-        assert found["tiny"]["compiled"] == [True, True]
-        assert found["tiny"]["trace"] == [2, 1]
-        assert found["tiny"]["report"] == {
+    for each in found:
+        assert each["tiny"]["sketch"] == picked | {"heads": 2}
+        assert each["tiny"]["tokens"] == wanted
+        assert each["tiny"]["sampled"] == sampled
+        assert each["tiny"]["compiled"] == [True]
+        assert each["tiny"]["trace"] == [2, 1]
+        assert each["tiny"]["report"] == {
             "says": "tensor parallel: each of 2 ranks holds 2 of 4 query heads and 1 of 2 KV heads",
             "heads": [1, 1],
         }
-        assert "6 query heads and 3 KV heads, which 2 ranks" in found["odd"]["report"]["says"]
-        assert "4 query heads and 1 KV heads" in found["one-head"]["report"]["says"]
+        assert "6 query heads and 3 KV heads, which 2 ranks" in each["odd"]["report"]["says"]
+        assert "4 query heads and 1 KV heads" in each["one-head"]["report"]["says"]
     assert len({str(tokens) for tokens in wanted.values()}) > 2  # budgets that choose
     lengths = [row.index(0) if 0 in row else len(row) for row in sampled["tokens"]]
     assert len(set(lengths)) == 2, sampled  # one row ended before the other
@@ -77,21 +94,15 @@ def test_two_gpus_give_the_tokens_of_one_and_sum_in_one_kernel(tmp_path):
         assert all("one_shot_all_reduce" in each for each in found["sums"].values()), found
 
 
-def test_every_family_gives_the_tokens_of_one_process(tmp_path):
-    policies = ["", CASES["momo+gather"].policy]
-    models = {family.name: family.build() for family in FAMILIES}
-    wanted = {n: {p: tokens_of(model, p) for p in policies} for n, model in models.items()}
-    asked: dict[str, Any] = {name: {"policies": policies} for name in models}
-    for name in models:
-        asked[name]["fused"] = True
-    asked["gemma2"]["options"] = {"attn_implementation": "eager"}
-    for found in ask(tmp_path, models, asked):
-        for name in models:
-            assert found[name]["tokens"] == wanted[name], name
-            whole = "the model's plan does not split attention" in found[name]["report"]["says"]
+def test_every_family_gives_the_tokens_of_one_process(found, families):
+    wanted = {n: {p: tokens_of(model, p) for p in OF_FAMILIES} for n, model in families.items()}
+    for each in found:
+        for name in families:
+            assert each[name]["tokens"] == wanted[name], name
+            whole = "the model's plan does not split attention" in each[name]["report"]["says"]
             assert whole == (name in WHOLE), name
-            assert found[name]["report"]["heads"] == [2, 2] if whole else [1, 1], name
-            fused = found[name]["fused"]
+            assert each[name]["report"]["heads"] == [2, 2] if whole else [1, 1], name
+            fused = each[name]["fused"]
             assert fused["tokens"] == wanted[name][""] and fused["again"], name
             assert fused["restored"], name
             assert fused["joined"] == JOINED.get(name, 6), (name, fused["says"])

@@ -16,6 +16,7 @@ from attnplug.testing.policy import tiny_model
 
 PROMPT = torch.randint(2, 90, (1, 21), generator=torch.Generator().manual_seed(0))
 NEW = 12
+MOMO = "momo(gamma=8, block=16, query_block=16, top_k=8, tail=8, min_tokens=0)"
 # A process that knows attnplug's ops and nothing of the model; it forks for each program, so that
 # each has what a process has after its imports. A request is program, kind, prompt, new tokens.
 SERVE = """
@@ -129,19 +130,31 @@ def quiet():
         yield
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_program_of_any_length_gives_the_same_tokens(exact, strict, tokens_of, tmp_path):
-    if not strict and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 guards strides of the stock model, too; strict=True serves there")
-    model = attnplug.apply(tiny_model(), exact)
-    least = 17 if "query_block=16" in exact else 2
+def exported(policy: str, path, strict: bool):
+    """Export a forward pass with a dynamic length to a file."""
+    model = attnplug.apply(tiny_model(), policy)
+    least = 17 if "query_block=16" in policy else 2
     length = torch.export.Dim("length", min=least, max=512)
     inputs = PROMPT, torch.ones_like(PROMPT)
     with torch.no_grad():
         program = torch.export.export(
             Forward(model), inputs, dynamic_shapes=({1: length}, {1: length}), strict=strict
         )
-    torch.export.save(program, tmp_path / "model.pt2")
+    torch.export.save(program, path)
+
+
+def test_a_program_of_any_length_gives_the_same_tokens(exact, tokens_of, tmp_path):
+    exported(exact, tmp_path / "model.pt2", strict=True)
+    assert tokens_of(tmp_path / "model.pt2", "forward") == wanted()
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 guards strides of the stock model, too"
+)
+@pytest.mark.parametrize("policy", ["dense", MOMO])
+def test_so_does_one_that_is_not_traced_by_dynamo(policy, tokens_of, tmp_path):
+    """Of a prefill by transformers' attention function, and of one by an op."""
+    exported(policy, tmp_path / "model.pt2", strict=False)
     assert tokens_of(tmp_path / "model.pt2", "forward") == wanted()
 
 

@@ -5,11 +5,12 @@ import copy
 
 import pytest
 import torch
-from test_regional import as_it_is, compiling, model_of, tokens_of
+from test_regional import as_it_is, compiling, tokens_of
 from torch import nn
 
 import attnplug
 from attnplug.models import regional
+from attnplug.testing.policy import tiny_model
 
 NEW = 12
 
@@ -96,7 +97,7 @@ CHANGES = [assign_weights, rebind_data, replace_mlp, replace_head, patch_forward
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_call_is_that_of_the_model_as_it_is_now(change, device):
     torch._dynamo.reset()
-    model = model_of(device)
+    model = tiny_model(device=device)
     stock = copy.deepcopy(model)
     attnplug.apply(model, "dense")
     first = tokens_of(model, new=NEW, compile_config=compiling())

@@ -212,23 +212,30 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("is_before", [True, False], ids=["before apply", "between calls"])
+@pytest.mark.parametrize(
+    ("name", "is_before"),
+    [
+        *((name, False) for name in CHANGES),
+        ("class of an mlp", True),
+        ("function of the file", True),
+    ],
+)
 def test_a_change_of_the_model_counts(device, name, is_before, monkeypatch):
+    """Between two calls, or before `apply`."""
     monkeypatch.setattr(layer_kernels, "DEVICES", {"cuda", "cpu"})
     model = tiny_model(device=device)
     stock = copy.deepcopy(model)
     attnplug.apply(model, "dense")
-    first = tokens_of(model)
+    first = tokens_of(model, new=8)
     if is_before:
         attnplug.remove(model)
     for each in (model, stock):
         CHANGES[name](each, monkeypatch)
-    wanted = tokens_of(stock)
+    wanted = tokens_of(stock, new=8)
     assert wanted != first
     if is_before:
         attnplug.apply(model, "dense")
-    assert tokens_of(model) == wanted
+    assert tokens_of(model, new=8) == wanted
 
 
 @pytest.fixture
@@ -266,12 +273,13 @@ def test_a_change_after_a_short_prompt_counts(device, name, monkeypatch, called)
     monkeypatch.setattr(layer_kernels, "SHORT", 2 * 30 * 64)
     first = tokens_of(model, new=1)
     assert called
-    assert tokens_of(model, tokens=20) == tokens_of(stock, tokens=20)
+    assert tokens_of(model, tokens=20, new=8) == tokens_of(stock, tokens=20, new=8)
     for each in (model, stock):
         CHANGES[name](each, monkeypatch)
     for tokens in (20, 30):  # short, long
-        assert tokens_of(model, tokens=tokens) == tokens_of(stock, tokens=tokens)
-    assert tokens_of(stock) != first
+        options = dict(tokens=tokens, new=8)
+        assert tokens_of(model, **options) == tokens_of(stock, **options)
+    assert tokens_of(stock, new=1) != first
 
 
 def test_hooks_gradients_and_compilation_see_the_model(device, monkeypatch):

@@ -322,9 +322,10 @@ def hybrid(device):
 
 
 @pytest.mark.parametrize(
-    ("m", "options"), [(5, {}), (5, SAMPLED), ("auto", {})], ids=["greedy", "sampled", "auto"]
+    ("what", "m", "options"),
+    [*((what, 5, {}) for what in ("one row", *ROWS)), (ROWS[0], 5, SAMPLED), (ROWS[1], "auto", {})],
+    ids=str,
 )
-@pytest.mark.parametrize("what", ["one row", *ROWS])
 def test_windows_take_in_what_is_accepted(hybrid, what, m, options):
     ids, more = (ids_of(), {}) if what == "one row" else rows_of(what, hybrid)
     with attnplug.applied(hybrid, "dense"):

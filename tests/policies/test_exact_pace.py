@@ -122,8 +122,7 @@ def defaults(draft, m):
     return f"exact(draft={draft!r}, m={m!r})"
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("m", [4, "auto"])
+@pytest.mark.parametrize(("m", "options"), [(4, {}), ("auto", SAMPLED)], ids=["4", "auto, sampled"])
 @pytest.mark.parametrize("draft", ["gather", GVR, SKETCH])
 @pytest.mark.parametrize("what", ["one row", *ROWS])
 def test_rounds_end_where_they_do_not_pay(model, chosen, what, draft, m, options, monkeypatch):

@@ -3,7 +3,7 @@ padding enters nothing, and growing, cropping and moving a row leave them right.
 
 import pytest
 import torch
-from cases import WIDTHS, random, to_device
+from cases import FEW, WIDTHS, random, to_device
 from gather_cases import decoded, empty
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -150,7 +150,7 @@ def test_codes_of_one_part_are_bands():
         op.block_bounds(k, bounds, progress, block=BLOCK)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_codes_hold_every_key(device_path, data):
     """In real numbers, whatever the channels' sizes and offsets, and not by more than a step; and
