@@ -27,7 +27,8 @@ IFS=, read -ra own <<<"${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((gpus - 1)))}"
 if [ "$gpus" -gt 0 ] && [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
   mkdir -p /tmp/mps /tmp/mps-log
-  nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
+  # It would number the GPUs that it sees anew, and processes name those of the machine.
+  env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
   trap 'echo quit | nvidia-cuda-mps-control' EXIT
 fi
 # Converted once, and not by every process.

@@ -6,9 +6,9 @@ beside transformers' own.
 Three layers of a family at its real widths, with few experts and random bf16 weights. `call` rows
 are seconds of generate for 1 and for 65 new tokens under `trained`, prompt and all, the median of
 later calls and the first one. `step` rows are a token over a cache of `tokens` tokens: ours is the
-time from a call's second token to its last, by a streamer; transformers' is a forward pass over its
-dynamic cache, which random numbers fill, as its own prefill of such a prompt asks for scores of
-queries by heads by tokens.
+time from a call's second token to its last; transformers' is a forward pass over its dynamic cache,
+which random numbers fill, as its own prefill of such a prompt asks for scores of queries by heads
+by tokens.
 `--family minimax_m3_vl_text` has layers that pick blocks, and `qwen4_exp_text` layers that pick
 blocks by compressed keys, one of them between two of linear attention; so `glm5_next_text`, whose
 layer picks pools. `deepseek_v4` has a layer of each of its three kinds. Of these two transformers'
@@ -36,6 +36,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import attnplug
+from attnplug.models.decode_loop import Decoding
 from attnplug.models.names import CACHE
 
 NEW = 65
@@ -132,21 +133,19 @@ def wait(device: str) -> float:
 
 
 class Clock(BaseStreamer):
-    """When each token came."""
+    """When a call's second token was there, behind all work before it. transformers' loop tells it
+    as a streamer, which attnplug's loop does not take: that is listened to (`Bench.step`)."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, device: str, known: int) -> None:
+        self.device, self.known, self.second = device, known, 0.0
 
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
+    def put(self, value: torch.Tensor | None = None) -> None:
+        self.known += 1
+        if self.known == 2:
+            self.second = wait(self.device)
 
     def end(self) -> None:
         pass
-
-    def step(self) -> float:
-        """Seconds a token, behind the prompt and the first token."""
-        times = self.times[2:]
-        return (times[-1] - times[0]) / (len(times) - 1)
 
 
 class Bench:
@@ -187,11 +186,26 @@ class Bench:
                 case="call", policy="trained", n=tokens, new=new, first_s=first,
                 call_s=statistics.median(later), peak_gib=peak,
             )  # fmt: skip
-        clocks = [Clock() for _ in range(3)]
-        for seed, clock in enumerate(clocks, 5):
-            self.call(tokens, NEW, seed, clock)
-        step = statistics.median(clock.step() for clock in clocks)
+        step = statistics.median(self.step(tokens, seed) for seed in range(5, 8))
         self.row(case="step", policy="trained", n=tokens, step_ms=1e3 * step)
+
+    def step(self, tokens: int, seed: int) -> float:
+        """Seconds a token, from a call's second one to its last, in the loop that decoded the call
+        before this one."""
+        own, streams = Decoding.count_token, bool(attnplug.report(self.model).loop)
+        clock = Clock(self.device, -1 if streams else 0)  # a streamer is given the prompt first
+
+        def count_token(decoding: Decoding) -> None:
+            own(decoding)
+            clock.put()
+
+        Decoding.count_token = count_token
+        try:
+            self.call(tokens, NEW, seed, clock if streams else None)
+        finally:
+            Decoding.count_token = own
+        assert clock.second > 0
+        return (wait(self.device) - clock.second) / (NEW - 2)
 
     def filled(self, tokens: int) -> DynamicCache:
         """transformers' cache with random latents and rotated keys, or keys and values, and index

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,37 @@ for task in needle-prose needle-noise; do
   echo '{{"task": "'$task'", "policy": "stock", "score": '$score'}}' >>"$2/samples.jsonl"
 done
 """
+MPS = """#!/bin/bash
+echo "${{CUDA_VISIBLE_DEVICES-all}}" >>{folder}/mps
+"""
+
+
+def calls_of(folder: Path, program: str, models: Iterable[str], **given: str) -> list[str]:
+    """The evaluations that the script starts on a machine of two GPUs: each one's GPU and
+    arguments."""
+    commands = {
+        "python3": PYTHON.format(python=sys.executable, folder=folder, program=program),
+        "nvidia-smi": "#!/bin/bash\necho one; echo two\n",
+        "nvidia-cuda-mps-control": MPS.format(folder=folder),
+    }
+    for name, text in commands.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    out = folder / "out"
+    out.mkdir()
+    here = os.environ | {"OUT": str(out), "PROCESSES": "1", "FRESH": "1"} | given
+    here["PATH"] = f"{folder}:{here['PATH']}"
+    command = ["bash", BENCH / "eval_long.sh", "60", ",".join(models)]
+    subprocess.run(command, check=True, env=here)
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_a_model_has_the_gpus_that_are_given_and_mps_sees_all(tmp_path):
+    """MPS numbers anew the GPUs that it is started with."""
+    given = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    calls = calls_of(tmp_path, "-m attnplug", ["gemma3-270m@64k"], **given)
+    assert sorted(call.split()[0] for call in calls) == ["2", "2", "3", "3"]
+    assert (tmp_path / "mps").read_text().splitlines()[0] == "all"
 
 
 @pytest.mark.parametrize(
@@ -32,25 +64,10 @@ done
     ],
 )
 def test_each_gpu_looks_first_and_then_asks_what_the_model_can_do(tmp_path, study, program, models):
-    commands = {
-        "python3": PYTHON.format(python=sys.executable, folder=tmp_path, program=program),
-        "nvidia-smi": "#!/bin/bash\necho one; echo two\n",
-        "nvidia-cuda-mps-control": "#!/bin/bash\n",
-    }
-    for name, text in commands.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    out = tmp_path / "out"
-    out.mkdir()
-    here = os.environ | {"OUT": str(out), "PROCESSES": "1", "FRESH": "1"}
-    if study != "as-written":
-        here["STUDY"] = study
-    here["PATH"] = f"{tmp_path}:{here['PATH']}"
-    command = ["bash", BENCH / "eval_long.sh", "60", ",".join(models)]
-    subprocess.run(command, check=True, env=here)
+    given = {} if study == "as-written" else {"STUDY": study}
+    calls = calls_of(tmp_path, program, models, **given)
     wanted = {f"{study}-{model.replace('@', '-')}.jsonl" for model in models}
-    assert {path.name for path in out.glob("*.jsonl")} == wanted
-    calls = (tmp_path / "calls").read_text().splitlines()
+    assert {path.name for path in (tmp_path / "out").glob("*.jsonl")} == wanted
     for gpu, (model, n) in enumerate(models.items()):
         look, asked = (call for call in calls if call.startswith(f"{gpu} "))
         assert all(f" {model} " in call and f"--lengths {n}" in call for call in (look, asked))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import attnplug
 from attnplug.models import decode_loop
 
 BENCH = Path(__file__).parent.parent / "bench"
@@ -54,3 +55,21 @@ def test_benches_of_calls_run_on_a_small_model(command, tmp_path):
     assert len(rows) == (3 if "exact" in command[0] else 4 if "--beside" in command else 6)
     if "exact" in command[0]:
         assert rows[-1]["rounds"] > 0 and rows[-1]["accepted"] >= rows[-1]["rounds"] - 1
+
+
+def test_trained_is_timed_in_the_loop_that_decodes_its_calls(monkeypatch, tmp_path):
+    """attnplug's own loop, which a streamer would keep from running."""
+    monkeypatch.syspath_prepend(BENCH)
+    trained_calls = importlib.import_module("trained_calls")
+    monkeypatch.setattr(trained_calls, "NEW", 4)
+    model = trained_calls.make("deepseek_v32", True, "cpu")
+    bench = trained_calls.Bench(model, "deepseek_v32", "cpu", tmp_path / "rows.jsonl", None)
+    count = decode_loop.Decoding.count_token
+    with attnplug.applied(model, "trained"):
+        bench.calls(40)
+        assert not attnplug.report(model).loop
+    bench.file.close()
+    assert decode_loop.Decoding.count_token is count
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["call", "call", "step"]
+    assert 0 < rows[-1]["step_ms"] < 1e3 * rows[1]["call_s"]

@@ -98,6 +98,12 @@ def test_an_fp8_cache_is_read_with_each_layers_scales(policy):
     server.backend.warm()
 
 
+def test_scales_that_are_numbers_on_the_host_are_refused():
+    """What `--quantization-param-path` makes of them."""
+    with pytest.raises(ServeError, match="drop it, as a checkpoint's own are read"):
+        Server("momo", 64, layer={"k_scale": 0.5, "v_scale": 0.5})
+
+
 @pytest.mark.parametrize("policy", ["momo(min_tokens=64, top_k=512)", "dense"])
 def test_prompts_alone_need_no_pages_of_a_certain_size(policy):
     server = Server(policy, page_size=1)

@@ -1,6 +1,8 @@
 """The backend that vLLM sees, on a CPU. Batches of every mixture give what attention row by row
 gives."""
 
+import types
+
 import pytest
 import torch
 from vllm_backend_cases import COVERING, HEADS, KV_HEADS, NAME, PAGE, WIDTH, Layer
@@ -145,9 +147,11 @@ def test_a_checkpoints_own_fp8_cache_is_held_to_the_same(backend, monkeypatch):
     """With auto the configuration says nothing of it, and a layer is told."""
     from attnplug.errors import ServeError
 
+    assert Layer(backend, monkeypatch, "gather", cache="fp8").impl.fp8
+    layer = Layer(backend, monkeypatch, "gvr")
+    assert layer.config.cache_config.cache_dtype == "auto"
     with pytest.raises(ServeError, match="--kv-cache-dtype fp8: gvr"):
-        Layer(backend, monkeypatch, "gather", cache="fp8")
-        Layer(backend, monkeypatch, "gvr", cache="fp8")
+        backend.PlugImpl(HEADS, WIDTH, 0.125, KV_HEADS, None, None, "fp8")
 
 
 @pytest.mark.parametrize("sizes, chosen", [([128], [128]), ([96, 128], [128]), ([48], [64])])
@@ -217,6 +221,23 @@ def test_profiling_runs_every_method_once(backend, monkeypatch):
     ]
     assert called[1][2]["fp8"] is False
     assert called[0][2]["kv_heads"] == KV_HEADS and called[1][2]["page"] == PAGE
+
+
+def test_profiling_runs_methods_for_layers_in_fp8_and_for_those_left_in_16_bits(
+    backend, monkeypatch
+):
+    """vLLM leaves layers out of an fp8 cache by `--kv-cache-dtype-skip-layers`."""
+    from attnplug.serve.paged.layer import ServedLayer
+    from attnplug.serve.vllm.profile import prepare
+
+    layer, called = Layer(backend, monkeypatch, "gather(min_tokens=100)", cache="fp8"), []
+    layers = layer.config.compilation_config.static_forward_context
+    for name, cache in (("0", "auto"), ("1", "fp8"), ("2", "fp8")):
+        impl = backend.PlugImpl(HEADS, WIDTH, 0.125, KV_HEADS, None, None, cache)
+        layers[f"model.layers.{name}.self_attn.attn"] = types.SimpleNamespace(impl=impl)
+    monkeypatch.setattr(ServedLayer, "warm_steps", lambda *_, **o: called.append(o["fp8"]))
+    prepare(impl, torch.float32, torch.device("cpu"))
+    assert called == [False, True]
 
 
 def test_mla_and_what_pages_cannot_serve_stop_the_server(backend, monkeypatch):

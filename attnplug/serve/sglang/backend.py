@@ -57,6 +57,11 @@ class PlugAttention(Base):
         chunk = server.chunked_prefill_size or 0
         self.chunk = min(chunk, self.longest) if chunk > 0 else self.longest
         self.attentions = {each.layer_id: each for each in attention_layers(runner.model)}
+        if any(isinstance(each.k_scale, float) for each in self.attentions.values()):
+            raise SGLANG.error(
+                "scales of --quantization-param-path are numbers on the host, which SGLang's "
+                "FlashAttention 3 does not take either; drop it, as a checkpoint's own are read"
+            )
         self.layers = {index: self._serve(each) for index, each in self.attentions.items()}
         decoding = {i: each for i, each in self.layers.items() if each.phases.decode is not None}
         self.rule = next((each.rule for each in decoding.values()), None)

@@ -199,7 +199,8 @@ def check_card(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16)
     if dtype == torch.float8_e4m3fn and major < 9:
         raise SGLANG.error(
             "dense rows are SGLang's FlashAttention 3's, which reads an fp8 cache on Hopper alone, "
-            f"and this GPU has compute capability {major}.{minor}; use --kv-cache-dtype auto"
+            f"and this GPU has compute capability {major}.{minor}; use --kv-cache-dtype auto, or "
+            "bf16 where the checkpoint asks for fp8"
         )
     if major not in CARDS:
         raise SGLANG.error(

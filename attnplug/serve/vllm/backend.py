@@ -130,7 +130,8 @@ class PlugBackend(FlashAttentionBackend):
         if not cls.supports_kv_cache_dtype(asked):
             raise VLLM.error(
                 f"--kv-cache-dtype {asked}: dense rows are FlashAttention's, which reads no fp8 "
-                "cache on this GPU (FlashAttention 3 does on Hopper); use auto"
+                "cache on this GPU (FlashAttention 3 does on Hopper); use auto, or bfloat16 where "
+                "the checkpoint asks for fp8"
             )
         return super().validate_configuration(*args, **options)
 

@@ -27,9 +27,10 @@ def prepare(impl: Any, dtype: torch.dtype, device: torch.device) -> None:
         _hold(impl.config, own, served, device)
     warmed: set[Any] = set()
     for name, other in own.items():
-        shape = other.num_heads, other.num_kv_heads, other.head_size, served[name].phases
-        if shape not in warmed:
-            warmed.add(shape)
+        shape = other.num_heads, other.num_kv_heads, other.head_size
+        kind = shape, other.fp8, served[name].phases
+        if kind not in warmed:
+            warmed.add(kind)
             _warm(other, served[name], dtype, device)
 
 
