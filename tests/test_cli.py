@@ -47,6 +47,7 @@ def test_help_names_the_commands_that_work():
         "doctor",
         "run",
         "vllm",
+        "sglang",
         "trace",
     ]
 

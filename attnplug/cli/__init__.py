@@ -10,13 +10,13 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from attnplug import __version__
+from attnplug.cli.engines import sglang, vllm
 from attnplug.cli.measure import bench, demo, doctor, eval, plan, report, tune
 from attnplug.cli.new_policy import new_policy
 from attnplug.cli.output import console
 from attnplug.cli.run import run
 from attnplug.cli.serve import serve
 from attnplug.cli.trace import trace
-from attnplug.cli.vllm import vllm
 
 __all__ = ["app"]
 
@@ -25,8 +25,10 @@ for command in (demo, report, plan, eval, bench, tune, serve, new_policy, doctor
     app.command()(command)
 # What follows -- is another program's: none of it is ours to read.
 app.command(context_settings={"allow_extra_args": True})(run)
-# Options that are not ours are vLLM's.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(vllm)
+# Options that are not ours are the engine's.
+engines_own = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(context_settings=engines_own)(vllm)
+app.command(context_settings=engines_own)(sglang)
 app.add_typer(trace, name="trace")
 
 

@@ -26,18 +26,18 @@ def installed(monkeypatch, tmp_path):
 
 def test_it_is_vllm_serve_with_our_options_and_then_the_users(installed, monkeypatch):
     started = []
-    monkeypatch.setattr(os, "execv", lambda path, words: started.append((path, words)))
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     options = ["--max-model-len", "131072", "--kv-cache-dtype=auto", "-tp", "2"]
     result = CliRunner().invoke(app, ["vllm", MODEL, "--policy", "momo+gather(k=8)", *options])
     ours = ["--attention-backend", "CUSTOM", "--additional-config"]
     words = [installed, "serve", MODEL, *ours, '{"attnplug": "momo+gather(k=8)"}', *options]
     assert result.exit_code == 0, result.output
-    assert started == [(installed, words)]
+    assert started == [(installed, words, dict(os.environ))]
     assert " ".join(words[:4]) in result.stderr
 
 
 def test_a_policy_that_traces_brings_what_vllm_needs_for_it(installed):
-    words = server_command(MODEL, "momo+stream", [])
+    words = server_command(MODEL, "momo+stream", []).words
     assert words[-2:] == ["--logits-processors", "attnplug.serve.vllm.requests:Requests"]
 
 
@@ -53,6 +53,12 @@ def test_a_policy_that_traces_brings_what_vllm_needs_for_it(installed):
 def test_options_that_the_policy_sets_are_refused(installed, option):
     with pytest.raises(ArgumentError, match="is what --policy sets"):
         server_command(MODEL, "momo", [option])
+
+
+def test_the_model_comes_before_vllms_options(installed, monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    result = CliRunner().invoke(app, ["vllm", "--port", "8001", MODEL])
+    assert result.exit_code == 1 and "name the model before --port" in result.stderr
 
 
 def test_what_vllm_cannot_serve_is_refused_before_it_starts(installed, monkeypatch):

@@ -14,14 +14,8 @@ import torch
 
 from attnplug.errors import ServeError
 from attnplug.policies import Gather, Phase
-from attnplug.serve.paged.phases import (
-    VARIABLE,
-    Engine,
-    ServedPolicy,
-    fp8_refusal,
-    read_policy,
-    unserved,
-)
+from attnplug.serve.paged import phases as paged
+from attnplug.serve.paged.phases import VARIABLE, Engine, ServedPolicy, fp8_refusal, unserved
 
 SGLANG = Engine(
     "SGLang",
@@ -40,6 +34,7 @@ SGLANG = Engine(
 )
 BACKEND = "attnplug"  # what --attention-backend calls it
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)  # of a cache
+CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3")  # of --kv-cache-dtype
 POOLS = ("MHATokenToKVPool", "SWAKVPool")  # whose pages hold keys and values as they are
 CARDS = (8, 9)  # major compute capabilities for which SGLang has FlashAttention 3
 OWN = "use SGLang's own --attention-backend fa3"
@@ -47,13 +42,17 @@ OWN = "use SGLang's own --attention-backend fa3"
 
 def policy_of() -> ServedPolicy:
     """The policy in the environment. Raises ServeError or PolicyError."""
-    given: Any = os.environ.get(VARIABLE) or None
+    return read_policy(os.environ.get(VARIABLE) or None)
+
+
+def read_policy(given: Any) -> ServedPolicy:
+    """The policy that a string describes, or its JSON. Raises ServeError or PolicyError."""
     if given is not None and given.lstrip().startswith("{"):
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
             raise SGLANG.error(f"{VARIABLE} is {given!r}, which is no JSON ({error})") from error
-    policy = read_policy(given, SGLANG)
+    policy = paged.read_policy(given, SGLANG)
     for phases in policy.all_phases:
         for phase in (phases.trace, phases.decode):
             if phase is not None and not isinstance(phase, Gather):
@@ -102,9 +101,9 @@ def _unserved_modes(server: Any) -> list[tuple[Any, str]]:
             f"--disaggregation-mode, or {OWN}",
         ),
         (
-            server.enable_dp_attention,
+            server.enable_dp_attention or server.attn_dp_size > 1,  # resolved, only the second
             "data-parallel attention pads a rank's batches for the others, which is not tested; "
-            "use --tp-size, which splits heads, or drop --enable-dp-attention",
+            "use --tp-size, which splits heads, or drop --attn-dp-size and --enable-dp-attention",
         ),
         (
             server.dcp_size > 1 or server.attn_cp_size > 1,
@@ -129,12 +128,13 @@ def _unserved_modes(server: Any) -> list[tuple[Any, str]]:
 
 
 def _caches(server: Any) -> list[tuple[Any, str]]:
-    hierarchical = server.enable_hierarchical_cache or server.enable_lmcache
+    tiers = server.enable_hierarchical_cache or server.enable_lmcache or server.enable_flexkv
     return [
         (
-            hierarchical or server.radix_cache_backend is not None,
+            tiers or server.radix_cache_backend is not None,
             "a cache in several tiers fills pages that gather knows nothing of; drop "
-            "--enable-hierarchical-cache, --enable-lmcache and --radix-cache-backend",
+            "--enable-hierarchical-cache, --enable-lmcache, --enable-flexkv and "
+            "--radix-cache-backend",
         ),
         (
             server.enable_unified_memory or server.enable_kv_cache_sharding,
@@ -152,11 +152,25 @@ def _caches(server: Any) -> list[tuple[Any, str]]:
     ]
 
 
+def check_cache(name: str, policy: ServedPolicy, dtype: torch.dtype | None = None) -> None:
+    """Raise ServeError for a cache of this `--kv-cache-dtype` that the policy cannot read. `dtype`
+    is that of the keys once SGLang has chosen it."""
+    if name not in CACHES if dtype is None else dtype not in DTYPES or name == "mxfp8":
+        raise SGLANG.error(
+            f"the cache's keys are {dtype or name} (--kv-cache-dtype {name}), and attnplug reads "
+            "them in 16 bits or in fp8_e4m3 with one scale for a layer; use one of these, or "
+            f"{OWN}"
+        )
+    fp8 = name == "fp8_e4m3" if dtype is None else dtype == torch.float8_e4m3fn
+    if fp8 and (why := fp8_refusal(policy)):
+        raise SGLANG.error(f"--kv-cache-dtype {name}: {why}")
+
+
 def check_model(runner: Any, policy: ServedPolicy) -> None:
     """Raise ServeError for a model or a cache that cannot be served. `runner` is SGLang's model
     runner, its pools made."""
+    check_cache(runner.kv_cache_dtype_str, policy, runner.kv_cache_dtype)
     pool, layers = runner.token_to_kv_pool, runner.model_config.num_hidden_layers
-    why_no_fp8 = fp8_refusal(policy) if runner.kv_cache_dtype == torch.float8_e4m3fn else ""
     for asked, message in [
         (
             policy.farthest >= layers,
@@ -170,13 +184,6 @@ def check_model(runner: Any, policy: ServedPolicy) -> None:
             runner.model_config.is_encoder_decoder,
             f"the model has an encoder, whose keys stand among the prompt's; {OWN}",
         ),
-        (
-            runner.kv_cache_dtype not in DTYPES or runner.kv_cache_dtype_str == "mxfp8",
-            f"the cache's keys are {runner.kv_cache_dtype} (--kv-cache-dtype "
-            f"{runner.kv_cache_dtype_str}), and attnplug reads them in 16 bits or in fp8_e4m3 with "
-            f"one scale for a layer; use one of these, or {OWN}",
-        ),
-        (why_no_fp8 != "", f"--kv-cache-dtype {runner.kv_cache_dtype_str}: {why_no_fp8}"),
         (
             type(pool).__name__ not in POOLS,
             f"the cache is a {type(pool).__name__}, and pages are read of {' and '.join(POOLS)}; "
@@ -209,6 +216,11 @@ def check_card(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16)
         )
 
 
+def page_for(phase: Phase) -> int:
+    """A page's size that holds the method's blocks."""
+    return max(64, getattr(phase, "block", 1))
+
+
 def page_error(phase: Phase, page: int) -> ServeError | None:
     """Why pages of so many keys cannot hold the method's blocks, None where they can."""
     block = getattr(phase, "block", 1)
@@ -216,5 +228,5 @@ def page_error(phase: Phase, page: int) -> ServeError | None:
         return None
     return SGLANG.error(
         f"{phase} decodes by blocks of {block} keys, and a page has {page}; add --page-size "
-        f"{max(64, block)}"
+        f"{page_for(phase)}"
     )

@@ -4,24 +4,22 @@ import json
 import shutil
 from collections.abc import Sequence
 
-from attnplug.errors import ArgumentError, ServeError
+from attnplug.errors import ServeError
+from attnplug.serve.paged.commands import Command, Stock
 from attnplug.serve.vllm import unsupported
 from attnplug.serve.vllm.options import KEY, REQUESTS, read_policy
 
 BACKEND, CONFIG, PROCESSORS = "--attention-backend", "--additional-config", "--logits-processors"
-OURS = (BACKEND, CONFIG, PROCESSORS)
+STOCK = Stock("vllm", "vllm serve", dict.fromkeys((BACKEND, CONFIG, PROCESSORS), "--policy"))
 
 
-def server_command(model: str, policy: str, options: Sequence[str]) -> list[str]:
-    """The words of `vllm serve MODEL` under a policy, with vLLM's own options behind them.
+def server_command(model: str, policy: str, options: Sequence[str]) -> Command:
+    """`vllm serve MODEL` under a policy, with vLLM's own options behind it.
 
     Raises PolicyError, ServeError for what vLLM cannot serve or where it is not installed, and
     ArgumentError where the options set what the policy sets."""
     asked = read_policy(policy)
-    for option in options:
-        name = option.replace("_", "-").partition("=")[0]
-        if any(name == ours or name.startswith(f"{ours}.") for ours in OURS):
-            raise ArgumentError(f"vllm: {name} is what --policy sets; start `vllm serve` yourself")
+    STOCK.check(model, options)
     if reason := unsupported():
         raise ServeError(reason)
     program = shutil.which("vllm")
@@ -30,4 +28,4 @@ def server_command(model: str, policy: str, options: Sequence[str]) -> list[str]
     words = [program, "serve", model, BACKEND, "CUSTOM", CONFIG, json.dumps({KEY: policy})]
     if asked.trace is not None:
         words += [PROCESSORS, REQUESTS]
-    return [*words, *options]
+    return Command([*words, *options], {})
