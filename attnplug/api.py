@@ -105,12 +105,17 @@ def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
     Raises PolicyError, UnsupportedModelError, AlreadyAppliedError, or UnsupportedCallError while a
     call of the model runs, here or in another thread; the model is then unchanged.
     """
-    if not isinstance(model, torch.nn.Module) and hasattr(model, "model"):
+    if not isinstance(model, torch.nn.Module) and _holds_model(model):
         raise UnsupportedModelError(f"a {type(model).__name__} is not a model: use pipe.model")
     target = unwrap(model)
     with between_calls(target, "apply"):
         _apply(target, policy, fuse)
     return model
+
+
+def _holds_model(pipe: Any) -> bool:
+    """A tokenizer also has a `model`, but none that computes attention."""
+    return isinstance(getattr(pipe, "model", None), torch.nn.Module)
 
 
 def _apply(target: Any, policy: Policies, fuse: bool | None) -> None:

@@ -179,6 +179,13 @@ def test_a_pipeline_is_refused_by_the_name_of_its_model():
     attnplug.remove(attnplug.apply(pipe.model, "dense"))
 
 
+def test_a_tokenizer_is_refused_and_not_taken_for_a_pipeline():
+    bytes_ = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))
+    assert hasattr(bytes_, "model")
+    with pytest.raises(attnplug.UnsupportedModelError, match="load one, as with AutoModel"):
+        attnplug.apply(bytes_, "dense")
+
+
 def test_encoder_layers_stay_dense_and_say_so():
     model = BertModel(BertConfig(**TINY, intermediate_size=64)).eval()
     with torch.no_grad():

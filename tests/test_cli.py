@@ -294,6 +294,7 @@ def test_doctor_is_json(monkeypatch):
     found = json.loads(result.stdout)
     assert found["version"] == attnplug.__version__
     assert found["checks"][1] == {"name": "b", "status": "fail", "detail": "broken"}
+    assert result.stderr.startswith("running the ops")
 
 
 def test_doctor_finds_this_machine_healthy():

@@ -267,6 +267,8 @@ def doctor(as_json: Json = False) -> None:
     """Versions, GPU, compiler, weights, and whether the ops compute the right thing here."""
     from attnplug import doctor as module
 
+    said = "running the ops; the first time on this machine their kernels are compiled"
+    console(stderr=True).print(said, soft_wrap=True)
     checks = module.examine()
     if as_json:
         facts = [dataclasses.asdict(check) for check in checks]

@@ -61,7 +61,7 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
 def _hint(model: torch.nn.Module) -> str:
     if isinstance(getattr(model, "module", None), torch.nn.Module):
         return f"a policy goes onto the model before {type(model).__name__}, or onto its .module"
-    return "load one"
+    return "load one, as with AutoModelForCausalLM.from_pretrained"
 
 
 def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:

@@ -5,7 +5,7 @@ Third parties register theirs with `register` or with an entry point in the grou
 """
 
 import dataclasses
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from transformers import Cache
 
@@ -91,13 +91,23 @@ def methods() -> dict[str, type[Phase]]:
     """Every method by its name, those of installed packages' entry points included."""
     for entry in entry_points(group="attnplug.policies"):
         if entry.name not in _METHODS:
-            cls = register(entry.load())
+            cls = register(_load(entry))
             if cls.name != entry.name:
                 raise PolicyError(
                     f"the entry point {entry.name!r} in attnplug.policies loads {cls.__name__}, "
                     f"whose name is {cls.name!r}; the two must agree"
                 )
     return dict(_METHODS)
+
+
+def _load(entry: EntryPoint) -> type[Phase]:
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise PolicyError(
+            f"the entry point {entry.name!r} in attnplug.policies cannot be loaded from "
+            f"{entry.value!r} ({error}); reinstall or uninstall the package that brings it"
+        ) from error
 
 
 def names() -> list[str]:

@@ -1,6 +1,7 @@
 """The policy grammar, composition and registration."""
 
 import dataclasses
+from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import given
@@ -162,3 +163,13 @@ def test_entry_points_are_found(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [Entry("other")])
     with pytest.raises(PolicyError, match="the two must agree"):
         methods()
+
+
+@pytest.mark.parametrize("value", ["attnplug_gone:Gone", "attnplug.policies:Gone"])
+def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch, value):
+    import attnplug.policies as registry
+
+    entry = EntryPoint("gone", value, "attnplug.policies")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    with pytest.raises(PolicyError, match=f"'gone' .* cannot be loaded from '{value}'"):
+        parse("dense")
