@@ -268,7 +268,8 @@ def warm(
     Calls generate on `batch` rows of random tokens for each prompt length, padded on the left if
     `padded`. `options` go to generate, as a sampled call needs another step than a greedy one. One
     length below and one above a policy's crossover for such a batch serve all. Returns the seconds
-    of each. Raises NotAppliedError, and ArgumentError for a length or batch below 1.
+    of each. Warns of a length that the model does not read. Raises NotAppliedError, and
+    ArgumentError for a length or batch below 1.
     """
     target = unwrap(model)
     ledger_of(target)

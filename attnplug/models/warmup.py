@@ -2,6 +2,7 @@
 with a progress bar."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from attnplug.models.generate import LARGEST, LENGTHS, LONGEST, LOOP
 from attnplug.models.layer_kernels import has_quick_steps
+from attnplug.models.layers import positions
 
 STEPS = 4  # tokens: the first compiled step warms up, the second is captured, the others replay
 KEPT = (LONGEST, LENGTHS, LARGEST)  # how long the caches of later calls are made
@@ -20,7 +22,15 @@ def generate_ahead(
     model: Any, lengths: Sequence[int], batch: int, padded: bool, options: dict[str, Any]
 ) -> dict[int, float]:
     """Seconds of a call of generate for each prompt length, as the first to come; their steps are
-    compiled if that will pay. Leaves random state and the size of later caches as they were."""
+    compiled if that will pay. Leaves random state and the size of later caches as they were. Warns
+    of a length that the model does not read."""
+    longest, reads = max(lengths, default=0), positions(model.config)
+    if reads is not None and longest > reads:
+        warnings.warn(
+            f"warm: {longest:,} tokens are more than the {reads:,} that this model reads",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if LOOP in vars(model) and not has_quick_steps(model):
         vars(model)[LOOP].compile_soon()
     kept = {name: vars(model)[name] for name in KEPT if name in vars(model)}

@@ -61,6 +61,13 @@ def test_ranks_with_unlike_random_states_warm_with_the_same_prompts(monkeypatch)
     assert all(torch.equal(one, other) for one, other in zip(seen[:2], seen[2:], strict=True))
 
 
+def test_a_length_that_the_model_does_not_read_is_told():
+    model = attnplug.apply(tiny_model(), "dense")
+    model.config.max_position_embeddings = 60
+    with pytest.warns(RuntimeWarning, match="warm: 61 tokens are more than the 60 that this model"):
+        attnplug.warm(model, lengths=[8, 61])
+
+
 def test_bad_arguments_are_named():
     model = tiny_model()
     with pytest.raises(attnplug.NotAppliedError):
