@@ -32,7 +32,7 @@ def plans(path: Path, targets: list[str], processors: list[int]) -> int:
         for count in processors or [TARGETS[name].processors]:
             aim(TARGETS[name]._replace(processors=count))
             device.card.cache_clear()
-            for case, call in _calls(attnplug.ops, everything=not processors):
+            for case, call in _calls(attnplug.ops, TARGETS[name].fp8, everything=not processors):
                 launches: list[dict[str, Any]] = []
                 JITFunction.run = _note_only(launches)  # pyright: ignore
                 call()
@@ -42,9 +42,10 @@ def plans(path: Path, targets: list[str], processors: list[int]) -> int:
     return 0
 
 
-def _calls(ops: Any, everything: bool) -> Iterator[tuple[str, Any]]:
+def _calls(ops: Any, fp8: bool, everything: bool) -> Iterator[tuple[str, Any]]:
     for case in model_cases(quick=False, only=None):
-        yield case.name, case.call
+        if fp8 or not case.fp8:
+            yield case.name, case.call
     for op, made in CASES.items() if everything else ():
         MADE.clear()
         for name, call in made(getattr(ops, op)):
