@@ -76,7 +76,7 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
         return file.read(most)
 
 
-def json_of(text: bytes) -> Any:
+def json_of(text: str | bytes) -> Any:
     """What a text of JSON says. Raises ValueError, also for one that is nested without end."""
     try:
         return json.loads(text)

@@ -2,11 +2,11 @@
 tell damage from what was written, but not what attnplug wrote from what another program did. Each
 check raises ValueError; the reader makes one TraceFileError of it."""
 
-import json
 from typing import Any
 
 import numpy as np
 
+from attnplug.files import json_of
 from attnplug.trace.arrow import pq
 from attnplug.trace.layout import (
     LONGEST,
@@ -27,7 +27,7 @@ INT16 = 1 << 15  # heads, layers and sequences are columns of such numbers
 
 def segments_of(text: bytes, size: int) -> list[tuple[int, int, bytes]]:
     """Each segment's (begin, end, sha256); they follow each other from the first byte to `size`."""
-    listed = _json(text)
+    listed = json_of(text)
     _need(isinstance(listed, list) and listed, "the seal lists no segments")
     found, start = [], 0
     for entry in listed:
@@ -43,7 +43,7 @@ def segments_of(text: bytes, size: int) -> list[tuple[int, int, bytes]]:
 
 def meta_of(entries: dict[bytes, bytes]) -> dict[str, Any]:
     """The metadata of a file of any format."""
-    meta = _json(entries[META])
+    meta = json_of(entries[META])
     _need(isinstance(meta, dict), "the metadata is no object")
     return meta
 
@@ -141,7 +141,7 @@ def check_rows(table: Any, spans: dict[str, Span]) -> None:
 
 def token_ids_of(text: bytes, meta: dict[str, Any]) -> list[np.ndarray] | None:
     """Each sequence's token ids, None where the file has none."""
-    packed = _json(text)
+    packed = json_of(text)
     if packed is None:
         return None
     good = isinstance(packed, list) and all(isinstance(row, str) for row in packed)
@@ -151,17 +151,10 @@ def token_ids_of(text: bytes, meta: dict[str, Any]) -> list[np.ndarray] | None:
 
 def vocabulary_of(text: bytes) -> dict[int, bytes]:
     """The bytes of the tokens that occur."""
-    entries = _json(text)
+    entries = json_of(text)
     good = isinstance(entries, dict) and all(isinstance(piece, str) for piece in entries.values())
     _need(good, "its vocabulary is none")
     return unpack_vocabulary(entries)
-
-
-def _json(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("JSON that is nested too deep") from error
 
 
 def _is_count(value: Any) -> bool:

@@ -180,6 +180,9 @@ def test_what_is_nested_without_end_is_told():
         deep = [deep]
     assert "too deep" in requests.problem_of(dict(messages=deep))
     assert not requests.is_long(dict(messages=deep))
+    text = "[" * 100_000
+    told = requests.problem_of(dict(generation_config=text))
+    assert told.startswith("generation_config is ") and "the JSON text of an object" in told
 
 
 def send(port: int, **body) -> socket.socket:

@@ -3,7 +3,7 @@ sends too much is told so before the server holds it."""
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import HTTPException
@@ -11,6 +11,12 @@ from fastapi.responses import JSONResponse
 
 LEFT = 499  # the status of an answer that nobody waits for
 LONGEST = 16 << 20  # bytes of a request: a million tokens of text, escaped by JSON
+
+
+def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An answer that says what is wrong, in OpenAI's form."""
+    about = {"message": message, "type": "invalid_request_error"}
+    return JSONResponse({"error": about}, status, headers)
 
 
 class Client:
@@ -72,8 +78,7 @@ class Clients:
         parts = await _whole(receive)
         if parts is None:
             told = f"a request has at most {LONGEST >> 20} MiB"
-            about = {"message": told, "type": "invalid_request_error"}
-            await JSONResponse({"error": about}, 413, {"connection": "close"})(scope, receive, send)
+            await refusal(413, told, {"connection": "close"})(scope, receive, send)
             return
         client = Client()
         left = asyncio.Event()

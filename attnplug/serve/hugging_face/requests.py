@@ -10,6 +10,8 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from attnplug.files import json_of
+
 Check = tuple[Callable[[Any], bool], str]  # what a value must be, and how to say it
 
 # Fields that would change the answer and that nothing here serves, with the values that ask for
@@ -55,7 +57,7 @@ def _config_problem(text: str | None) -> str:
     if text is None:
         return ""
     try:
-        GenerationConfig(**json.loads(text)).validate()
+        GenerationConfig(**json_of(text)).validate()
     except (TypeError, ValueError) as error:
         return f"generation_config: {error}"
     return ""
@@ -153,7 +155,7 @@ def _positive(value: Any) -> bool:
 def is_object(text: Any) -> bool:
     """Whether a value is the JSON text of an object."""
     try:
-        return isinstance(text, str) and isinstance(json.loads(text), dict)
+        return isinstance(text, str) and isinstance(json_of(text), dict)
     except ValueError:
         return False
 

@@ -34,7 +34,7 @@ from attnplug.serve.hugging_face.requests import (
 
 GRACE = 3.0  # seconds that each part of the server has for its end
 # Routes of transformers' server that load, drop and list models, of which this server has one, and
-# those that ask for other answers than text.
+# routes that answer with something else than text.
 DROPPED = frozenset(
     {"/load_model", "/reset", "/v1/models", "/v1/systemone", "/v1/audio/transcriptions"}
 )
@@ -162,6 +162,12 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
     }
     check = checks.get(type(handler).__name__, lambda body: "")
     validate, resolve = handler._validate_request, handler._resolve_model
+    handle, build = handler.handle_request, handler._build_generation_config
+    state = handler.generation_state
+
+    def is_batched(loaded: Any, processor: Any) -> bool:
+        kind = handler.model_manager.get_model_modality(loaded, processor=processor)
+        return state.use_continuous_batching(loaded, kind)
 
     def validate_request(body: dict[str, Any]) -> None:
         problem = problem_of(body) or check(body)
@@ -177,23 +183,17 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
             raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
         _, loaded, *rest = resolve({**body, "model": source})
         problem = length_problem(body, positions(loaded.config))
-        state = handler.generation_state
-        kind = handler.model_manager.get_model_modality(loaded, processor=rest[0])
-        if state.use_continuous_batching(loaded, kind):
+        if is_batched(loaded, rest[0]):
             problem = problem or batch_problem(body)
         if problem:
             raise HTTPException(400, problem)
         return names[0], loaded, *rest
-
-    build = handler._build_generation_config
 
     def build_config(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         # without the seed, which transformers would set for all requests
         config = build({**body, "seed": None}, *args, **kwargs)
         set_sampling(config, body, seeds)
         return config
-
-    handle, state = handler.handle_request, handler.generation_state
 
     async def handle_request(body: dict[str, Any], *args: Any) -> Any:
         for name in [name for name, value in body.items() if value is None]:
@@ -205,8 +205,7 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
             problem = await asyncio.to_thread(texts_problem, body, tokenizer, reads)
             if problem:
                 raise HTTPException(400, problem)
-        kind = handler.model_manager.get_model_modality(loaded, processor=processor)
-        if state.use_continuous_batching(loaded, kind):
+        if is_batched(loaded, processor):
             batches = state.get_manager(names[0], use_cb=True)
             if not batches.is_ready():
                 await asyncio.to_thread(batches.begin, loaded)
@@ -226,6 +225,8 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
     from jinja2 import TemplateError
     from starlette.exceptions import HTTPException
 
+    from attnplug.serve.hugging_face.clients import refusal
+
     created = int(time.time())
     app.router.routes[:] = [x for x in app.router.routes if x.path not in DROPPED]
 
@@ -240,25 +241,20 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
 
     @app.exception_handler(HTTPException)
     async def told(_: Request, error: HTTPException) -> JSONResponse:
-        about = {"message": error.detail, "type": "invalid_request_error"}
-        return JSONResponse({"error": about}, error.status_code)
+        return refusal(error.status_code, error.detail)
 
     @app.exception_handler(RequestValidationError)
     async def misread(_: Request, error: RequestValidationError) -> JSONResponse:
         told = "; ".join(f"{each['msg']} at {each['loc']}" for each in error.errors())
-        message = f"the request is no JSON object: {told}"
-        about = {"message": message, "type": "invalid_request_error"}
-        return JSONResponse({"error": about}, 400)
+        return refusal(400, f"the request is no JSON object: {told}")
 
     @app.exception_handler(TemplateError)
     async def refused(_: Request, error: TemplateError) -> JSONResponse:
-        about = {"message": f"the chat template: {error}", "type": "invalid_request_error"}
-        return JSONResponse({"error": about}, 400)
+        return refusal(400, f"the chat template: {error}")
 
     @app.exception_handler(AttnplugError)
     async def unserved(_: Request, error: AttnplugError) -> JSONResponse:
-        about = {"message": str(error), "type": "invalid_request_error"}
-        return JSONResponse({"error": about}, 400)
+        return refusal(400, str(error))
 
     @app.middleware("http")
     async def count(request: Request, call_next: Any) -> Any:

@@ -1,7 +1,6 @@
 """The command that starts SGLang's server with a policy."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from attnplug.errors import ArgumentError, ServeError
+from attnplug.files import json_of
 from attnplug.serve.paged.commands import Command, Stock
 from attnplug.serve.paged.phases import VARIABLE
 from attnplug.serve.sglang import unsupported
@@ -124,8 +124,8 @@ def _flags(name: str) -> list[str]:
 def _prefill_graph(config: str | None) -> str | None:
     """The backend of prefill's graph in `--cuda-graph-config`, which SGLang asks first."""
     try:
-        phases = json.loads(config or "{}")
-    except json.JSONDecodeError as error:
+        phases = json_of(config or "{}")
+    except ValueError as error:
         raise ArgumentError(f"sglang: --cuda-graph-config is no JSON ({error})") from error
     prefill = phases.get("prefill") if isinstance(phases, dict) else None
     return prefill.get("backend") if isinstance(prefill, dict) else None

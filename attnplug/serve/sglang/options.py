@@ -6,13 +6,14 @@
 SGLang's processes inherit the environment variable.
 """
 
-import json
 import os
 from typing import Any
 
 import torch
 
 from attnplug.errors import ServeError
+from attnplug.files import json_of
+from attnplug.ops.common.checks import FP8
 from attnplug.policies import Gather, Phase
 from attnplug.serve.paged import phases as paged
 from attnplug.serve.paged.phases import VARIABLE, Engine, ServedPolicy, fp8_refusal, unserved
@@ -33,7 +34,7 @@ SGLANG = Engine(
     },
 )
 BACKEND = "attnplug"  # what --attention-backend calls it
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)  # of a cache
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)  # of a cache
 CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3")  # of --kv-cache-dtype
 POOLS = ("MHATokenToKVPool", "SWAKVPool")  # whose pages hold keys and values as they are
 CARDS = (8, 9)  # major compute capabilities for which SGLang has FlashAttention 3
@@ -49,8 +50,8 @@ def read_policy(given: Any) -> ServedPolicy:
     """The policy that a string describes, or its JSON. Raises ServeError or PolicyError."""
     if given is not None and given.lstrip().startswith("{"):
         try:
-            given = json.loads(given)
-        except json.JSONDecodeError as error:
+            given = json_of(given)
+        except ValueError as error:
             raise SGLANG.error(f"{VARIABLE} is {given!r}, which is no JSON ({error})") from error
     policy = paged.read_policy(given, SGLANG)
     for phases in policy.all_phases:
@@ -161,7 +162,7 @@ def check_cache(name: str, policy: ServedPolicy, dtype: torch.dtype | None = Non
             "them in 16 bits or in fp8_e4m3 with one scale for a layer; use one of these, or "
             f"{OWN}"
         )
-    fp8 = name == "fp8_e4m3" if dtype is None else dtype == torch.float8_e4m3fn
+    fp8 = name == "fp8_e4m3" if dtype is None else dtype == FP8
     if fp8 and (why := fp8_refusal(policy)):
         raise SGLANG.error(f"--kv-cache-dtype {name}: {why}")
 
@@ -203,7 +204,7 @@ def check_card(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16)
     """Raise ServeError for a GPU on which SGLang has no FlashAttention 3 to serve dense rows over a
     cache of this dtype."""
     major, minor = capability
-    if dtype == torch.float8_e4m3fn and major < 9:
+    if dtype == FP8 and major < 9:
         raise SGLANG.error(
             "dense rows are SGLang's FlashAttention 3's, which reads an fp8 cache on Hopper alone, "
             f"and this GPU has compute capability {major}.{minor}; use --kv-cache-dtype auto, or "
