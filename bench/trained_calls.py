@@ -14,8 +14,8 @@ blocks by compressed keys, one of them between two of linear attention; so `glm5
 layer picks pools. `deepseek_v4` has a layer of each of its three kinds. Of these two transformers'
 own model reads the prompt in chunks, before its step. `--family deepseek_v3` has no indexer, so
 that `dense` reads its latents.
-`--prefill` lists lengths at which transformers' prefill is tried, too, and `--chunk` has generate
-read prompts in chunks of so many tokens. `--small` is for a CPU.
+`--prefill` lists lengths at which transformers' prefill is tried, too, and `--chunk` N has
+generate read prompts in chunks of N tokens. `--small` is for a CPU.
 """
 
 import argparse

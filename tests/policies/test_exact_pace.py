@@ -244,8 +244,8 @@ def test_what_pays():
 
 
 def test_a_light_cache_wants_rounds_of_few_drafts_and_a_heavy_one_of_many():
-    """Where nine drafts of ten are accepted. The light costs are those that an H200 had for a row
-    of 131,072 tokens of a 7B model, where dense steps give 1 token in the time of 1.3 drafts."""
+    """Where nine drafts of ten are accepted. The light costs are what an H200 took over a row of
+    131,072 tokens of a 7B model, where dense steps give 1 token in the time of 1.3 drafts."""
     light, heavy = pace.Costs(1.3, 1.26), pace.Costs(3, 4)
     known = dict(accepted=18, judged=20)
     assert pace.Pace(8, light, **known).next() <= 2

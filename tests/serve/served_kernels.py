@@ -2,10 +2,10 @@
 
 JOB is JSON {"policy", "heads", "kv_heads", "dim", "chunk", "longest", "rows", "prompts"}, and for
 pages in fp8 {"fp8": "scaled"} or "plain". A layer is warmed as vLLM's profile run warms it, and
-then serves so many drawn prompts and all numbers of steps.
+then serves as many prompts as "prompts" says, drawn at random, and all numbers of steps.
 Tensors are fakes that say they are on an H200, and a launch ends where Triton would look for its
 kernel. Prints one JSON line: how many kernels were warmed, and of each that was not the request
-that wants it and in what its arguments differ from those of the warm one that is most alike.
+that wants it, and how its arguments differ from the arguments of the warm kernel most like it.
 """
 
 import json

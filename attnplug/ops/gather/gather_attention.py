@@ -252,8 +252,8 @@ def launch_gather_attention(
 ):
     """Run the kernels; tensors as in `gather_attention`, on a GPU or in Triton's interpreter. With
     a `step` they write its token and count it. With `pieces`, float32, the first kernel stores them
-    there, none for rows of length 0; nothing merges them into `out`. `scales` are those of fp8
-    pages."""
+    there, none for rows of length 0; nothing merges them into `out`. `scales` are what the
+    keys and the values of fp8 pages are to be multiplied by."""
     (batch, _, queries, width), kv_heads = q.shape, k.shape[1]
     keep = Keep.of(block, sink, local, index.shape[3])
     pdl, dependent = early(q.device)

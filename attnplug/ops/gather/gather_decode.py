@@ -235,8 +235,8 @@ def launch_gather_decode(
     *args, plan=None, count=True, table=None, slots=None, pieces=None, scales=(None, None)
 ):
     """Run the kernels: arguments and outputs as those of `gather_decode`, on a GPU or in Triton's
-    interpreter. `slots`, `pieces` and `scales` are those of `gather_pieces`, which leaves the
-    outputs."""
+    interpreter. `slots`, `pieces` and `scales` (of keys and of values) are as `gather_pieces` has
+    them, which leaves the outputs."""
     call, outputs = Call(*args[:-2]), args[-2:]
     q, k, block, top_k = call.q, call.k, call.block, call.top_k
     lengths = call.lengths.reshape(-1)

@@ -64,7 +64,7 @@ class Batches(CBGenerateManager):
         if self._cb is not None:
             return
         shared = copy.deepcopy(model.generation_config)
-        # The rows' own processors take the places of those that these two make.
+        # transformers makes a processor for each of these two; the rows' own take their places.
         shared.do_sample, shared.temperature, shared.top_p = True, 0.5, 0.5
         shared.use_cache, shared.num_return_sequences = False, 1
         worker = model.init_continuous_batching(

@@ -84,7 +84,7 @@ class RowProcessor(ContinuousBatchingLogitsProcessor):
 
 
 class RowTemperature(RowProcessor):
-    """Divides a row's scores by its temperature; those of a greedy row stay."""
+    """Divides a row's scores by its temperature. A greedy row keeps its scores."""
 
     asks = ("temperature", float)
 

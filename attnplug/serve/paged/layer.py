@@ -337,8 +337,8 @@ class ServedLayer:
     ) -> None:
         """Run the method that decodes once for each number of rows up to `rows`, of up to `longest`
         keys, over made-up pages of `page` keys, in `fp8` or not, `scaled` then or not. Plans go by
-        the number of rows: 5 to 7 rows beside a prompt have kernels of their own, between those of
-        4 and of 8."""
+        the number of rows: 5 to 7 rows beside a prompt have kernels that neither 4 rows nor 8
+        have."""
         phase = self.phases.decode
         if phase is None:
             return

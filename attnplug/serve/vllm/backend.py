@@ -293,7 +293,7 @@ class PlugImpl(FlashAttentionImpl):
         check_server(self.config, self.policy)
         check_cache(self.kv_cache_dtype, self.policy)  # with auto, what the checkpoint says
         self.profiled, self.fp8 = False, self.kv_cache_dtype in FP8_CACHES
-        # FlashAttention reads fp8 keys by fp8 queries, and the methods by those of the model. So
+        # FlashAttention reads fp8 keys with fp8 queries, the methods with the model's own. So
         # vLLM's layer, which asks for this now, leaves them alone, and `_flash` quantizes them.
         self.quantizes = self.fp8 and self.supports_quant_query_input
         if self.quantizes:
