@@ -29,7 +29,7 @@ if [ "$gpus" -gt 0 ] && [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   mkdir -p /tmp/mps /tmp/mps-log
   # It would number the GPUs that it sees anew, and processes name those of the machine.
   env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
-  trap 'echo quit | nvidia-cuda-mps-control' EXIT
+  trap 'echo quit -t 5 | nvidia-cuda-mps-control' EXIT # it would wait for other calls' processes
 fi
 # Converted once, and not by every process.
 python3 -c 'import sys; from attnplug.models.pretrained import fetch; fetch(sys.argv[1])' \

@@ -149,7 +149,7 @@ STUDIES: Mapping[str, Options] = MappingProxyType(
             [
                 *(f"sketch(k={k})" for k in (4096, 8192, 16384)),
                 *("sketch(bytes=32)", "sketch(k=4096, bytes=32)", "sketch(k=8192, bytes=32)"),
-                *("gather(k=256)", "gather(k=512)"),
+                "gather(k=256)",
             ],
             ("fidelity", "needle-prose", "long-decode"),
             (65536, 131072),

@@ -3,11 +3,21 @@ that has them."""
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from every_family import KINDS, SIZES, build
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+
+
+def since(is_there: bool, version: str) -> pytest.MarkDecorator:
+    """Of tests that want a family as it is from a version of transformers on: in an older one its
+    layers are left to the model."""
+    has = is_there and Version(transformers.__version__) >= Version(version)
+    return pytest.mark.skipif(not has, reason=f"wants the family of transformers {version}")
+
 
 FAMILIES = [
     kind

@@ -4,7 +4,7 @@ where a query reads a part of its blocks."""
 import pytest
 import torch
 from every_family import KINDS
-from indexed_cases import M3, SPARSE, Largest, drawn, tiny_minimax
+from indexed_cases import M3, SPARSE, Largest, drawn, since, tiny_minimax
 from test_indexed import TOLERANCE, ids_of, new_tokens
 from transformers import DynamicCache, StaticCache
 
@@ -16,7 +16,7 @@ from attnplug.models.names import CACHE
 from attnplug.models.picked_blocks import pick_blocks
 from attnplug.policies import Trained
 
-pytestmark = pytest.mark.skipif(M3 not in KINDS, reason="this transformers has no such family")
+pytestmark = since(M3 in KINDS, "5.20")
 TOKENS = 90  # 6 blocks of 16, of which a query reads 2
 CACHES = {
     "none": lambda model: None,

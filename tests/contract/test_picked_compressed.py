@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from every_family import KINDS
-from indexed_cases import POOLED, QWEN, Largest, drawn, tiny_qwen
+from indexed_cases import POOLED, QWEN, Largest, drawn, since, tiny_qwen
 from test_indexed import ids_of, new_tokens
 from test_picked_blocks import CACHES, near, padded
 from transformers import StaticCache
@@ -20,7 +20,7 @@ from attnplug.models.names import CACHE
 from attnplug.plan import _kept_otherwise
 from attnplug.policies._indexed_layer import IndexedLayer
 
-pytestmark = pytest.mark.skipif(QWEN not in KINDS, reason="this transformers has no such family")
+pytestmark = since(QWEN in KINDS, "5.24")
 TOKENS = 90  # 22 blocks of 4, of which a query reads 2
 PARTS = ((0, 47), (47, 85), (85, 86), (86, 87), (87, TOKENS))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from every_family import KINDS
-from indexed_cases import HEAVY, SLIDING, SPARSE4, V4, V4S, Largest, tiny_v4
+from indexed_cases import HEAVY, SLIDING, SPARSE4, V4, V4S, Largest, since, tiny_v4
 from test_indexed import ids_of, new_tokens
 from test_picked_blocks import CACHES, near, padded
 from transformers import StaticCache
@@ -23,7 +23,7 @@ from attnplug.models.names import CACHE
 from attnplug.plan import _kept_otherwise
 from attnplug.policies._entries_layer import EntriesLayer
 
-pytestmark = pytest.mark.skipif(V4 not in KINDS, reason="this transformers has no such family")
+pytestmark = since(V4 in KINDS, "5.20")
 TOKENS = 90
 PARTS = ((0, 1), (1, 6), (6, 47), (47, 85), (85, 86), (86, 87), (87, TOKENS))
 

@@ -3,7 +3,7 @@ part of them."""
 
 import pytest
 import torch
-from indexed_cases import GLM5, HAS_GLM5, PICKING, Largest, tiny_glm5
+from indexed_cases import GLM5, HAS_GLM5, PICKING, Largest, since, tiny_glm5
 from test_indexed import TOLERANCE, ids_of, new_tokens
 from transformers import DynamicCache, StaticCache
 
@@ -13,7 +13,7 @@ from attnplug.models.layers import find_attention_layers
 from attnplug.models.names import CACHE
 from attnplug.models.picked_pools import _make_keys, _real, pick_pools
 
-pytestmark = pytest.mark.skipif(not HAS_GLM5, reason="this transformers has no such family")
+pytestmark = since(HAS_GLM5, "5.20")
 TOKENS = 70  # 17 pools of 4, of which a query reads 4
 CACHES = {
     "none": lambda model: None,

@@ -144,7 +144,7 @@ def test_captured_replies_are_those_of_steps_that_are_not(make, policy, monkeypa
     model = make("cuda")
     batch = generate._batch(model, _Padding, prompts("cuda"), 24)
     found = generate._alone(model, batch, parse(policy))
-    monkeypatch.setattr(generate, "_uncompiled", lambda _: {"disable_compile": True})
+    monkeypatch.setattr(generate, "uncompiled", lambda _: {"disable_compile": True})
     assert torch.equal(found, generate._alone(model, batch, parse(policy)))
     attnplug.apply(model, policy)
     assert attnplug.report(model).loop == ""
