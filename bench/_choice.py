@@ -1,5 +1,6 @@
-"""The table "which method when": what one needs, the default that serves it, and of that one string
-what its answers keep, how fast it is and what it takes, from rows alone."""
+"""The table "which method when": what one needs, the default that serves it, and of that very
+string where it serves, what its answers keep, how fast whole calls are and what its cache takes,
+from rows alone."""
 
 from __future__ import annotations
 
@@ -7,30 +8,27 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from _plots import Row, bare
-from _served import is_served
+from _plots import Row, bare, tokens
+from _served import serves_from
 from _tables import beyond_model
 
 from attnplug.eval.tasks import TASKS
 
 NEEDS = (
+    ("a sensible choice made for you", "auto"),
     ("exact attention", "dense"),
     ("the first token sooner, on long prompts", "momo"),
     ("decode at nearly constant cost", "gather"),
+    ("both", "momo+gather"),
     ("decode that finds single tokens", "gvr"),
     ("the same, and nothing is dropped", "sketch"),
+    ("dense's own tokens, in fewer passes", "exact"),
     ("half the cache's GPU memory, with proof", "certified(min_tokens=0)"),
 )
-LENGTHS = {32768: "32K", 131072: "128K", 1 << 20: "1M"}
-MODELS = {
-    "smollm2-135m": ("quality: SmolLM2-135M, 8K", 8192),
-    "gemma3-270m": ("quality: Gemma 3 270M, 32K", 32768),
-}
-# Of the study as-written, whose rows are of the very string; a column where it has rows.
-LONG_MODELS = {
-    "gemma3-270m@64k": ("quality: Gemma 3 270M@64k, 64K", 65536),
-    "gemma3-270m@128k": ("quality: Gemma 3 270M@128k, 128K", 131072),
-}
+# Whose rows of the study as-written are of the very string.
+MODELS = {32768: "gemma3-270m", 65536: "gemma3-270m@64k", 131072: "gemma3-270m@128k"}
+LONG = "long-decode-perplexity"  # over 1,024 steps
+CALL = "128 new tokens"  # the options of whole calls
 MEMORY_AT = 131072
 NONE, DENSE = "not yet", "runs dense"
 
@@ -38,22 +36,18 @@ NONE, DENSE = "not yet", "runs dense"
 def choice(timing: Sequence[Row], quality: Sequence[Row], pages: str) -> str:
     """The table in Markdown; `pages` is the way to the pages of methods."""
     written = [row for row in quality if row["study"] == "as-written"]
-    longer = {
-        model: about
-        for model, about in LONG_MODELS.items()
-        if any((row["model"], row["n"]) == (model, about[1]) for row in written)
-    }
-    heads = ["for", "policy", *(title for title, _ in (MODELS | longer).values())]
-    heads += [f"one layer's speed at {name}" for name in LENGTHS.values()]
-    heads.append(f"cache memory at {LENGTHS[MEMORY_AT]}")
+    heads = ["for", "policy", "serves from"]
+    heads += [f"quality at {tokens(n)}" for n in MODELS]
+    heads += [f"whole call at {tokens(n)}" for n in MODELS]
+    heads.append(f"cache memory at {tokens(MEMORY_AT)}")
     lines = [heads, ["---"] * len(heads)]
     for need, asked in NEEDS:
-        policy = bare(asked)
-        cells = [need, f"[`{asked}`]({pages}/{policy}.md)"]
-        cells += [_kept(quality, policy, model, n) for model, (_, n) in MODELS.items()]
-        cells += [_written(written, asked, model, n) for model, (_, n) in longer.items()]
-        cells += [_speed(timing, asked, n) for n in LENGTHS]
-        lines.append([*cells, _memory(timing, policy)])
+        names = [bare(part) for part in asked.split("+")]
+        links = "+".join(f"[`{part}`]({pages}/{bare(part)}.md)" for part in asked.split("+"))
+        cells = [need, links, serves_from(asked)]
+        cells += [_written(written, asked, model, n) for n, model in MODELS.items()]
+        cells += [_call(timing, asked, n) for n in MODELS]
+        lines.append([*cells, _memory(timing, names[-1])])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -84,43 +78,52 @@ def memory_of(timing: Sequence[Row], policy: str, n: int) -> float | None:
     return next((row["memory"] for row in steps if row["policy"] == policy), None)
 
 
-def _speed(timing: Sequence[Row], asked: str, n: int) -> str:
-    """The cell of what a user writes: its speed, or that it runs dense at that length."""
-    policy = bare(asked)
-    ratio = 1.0 if policy == "dense" else speed_of(timing, policy, n)
-    if not is_served({"op": policy, "policy": asked, "batch": 1, "n": n}):
-        return DENSE
-    if ratio is None:
+def _call(timing: Sequence[Row], asked: str, n: int) -> str:
+    """How many times faster than dense a whole call is."""
+    if asked == "dense":
+        return "1.00x"
+    found = [
+        row["ratio"]
+        for row in timing
+        if (row["case"], row["batch"], row["peer"]) == ("call", 1, "dense")
+        and (row.get("policy"), row["n"], row["options"]) == (asked, n, CALL)
+    ]
+    if not found:
         return NONE
-    return f"**{ratio:.2f}x**" if ratio > 1 else f"{ratio:.2f}x"
+    return f"**{found[-1]:.2f}x**" if found[-1] > 1 else f"{found[-1]:.2f}x"
+
+
+# What keeps the cache of a policy that takes methods, or drafts.
+CACHES = {"auto": "sketch", "exact": "gather"}
 
 
 def _memory(timing: Sequence[Row], policy: str) -> str:
     if policy in ("dense", "momo"):  # momo serves no cache of its own
         return "100%"
-    own, whole = (memory_of(timing, name, MEMORY_AT) for name in (policy, "dense"))
+    names = (CACHES.get(policy, policy), "dense")
+    own, whole = (memory_of(timing, name, MEMORY_AT) for name in names)
     return NONE if own is None or whole is None else f"{own / whole:.0%}"
 
 
-def _kept(quality: Sequence[Row], policy: str, model: str, n: int) -> str:
-    """Mean score beside dense's over the tasks that have rows, and how many of these are worse than
-    dense on the same prompts (an interval of 0.95 all below zero)."""
-    if policy == "dense":
-        return "the reference"
-    return _score(_tasks([row for row in quality if not row["study"]], policy, model, n))
-
-
 def _written(written: Sequence[Row], asked: str, model: str, n: int) -> str:
-    """The same of what a user writes, over the tasks that the model can do; where its default
-    leaves all of them to dense, that."""
+    """Mean score beside dense's over the tasks that the model can do, which of these are worse than
+    dense on the same prompts (an interval of 0.95 all below zero), and the perplexity of long
+    decodes; where the default leaves all of them to dense, that."""
     if asked == "dense":
         return "the reference"
     found = _tasks(written, asked, model, n)
     able = {task: row for task, row in found.items() if not beyond_model(row)}
-    method = bare(asked).partition("(")[0]
-    if able and not any(method in str(row.get("served", "")) for row in able.values()):
+    methods = {bare(part).partition("(")[0] for part in asked.split("+")} - {"auto"}
+    served = " ".join(str(row.get("served", "")) for row in able.values())
+    if able and methods and not any(method in served for method in methods):
         return DENSE
-    return _score(able)
+    long = [row for row in written if (row["policy"], row["model"], row["n"]) == (asked, model, n)]
+    return "; ".join([_score(able), *(_perplexity(row) for row in long if row["task"] == LONG)])
+
+
+def _perplexity(row: Row) -> str:
+    own = f"{row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+    return f"perplexity {own} beside {row['dense']:.2f}"
 
 
 def _tasks(quality: Sequence[Row], policy: str, model: str, n: int) -> dict[str, Row]:
@@ -140,8 +143,13 @@ def _score(found: dict[str, Row]) -> str:
     ours, dense = (
         math.fsum(row[key] for row in found.values()) / len(found) for key in ("value", "dense")
     )
-    worse = sum(row["diff_high"] < 0 for row in found.values())
+    worse = [
+        f"{task} {row['diff_low']:+.2f} to {row['diff_high']:+.2f}"
+        for task, row in found.items()
+        if row["diff_high"] < 0
+    ]
+    told = f" ({', '.join(worse)})" if worse else ""
     trials = sorted({row["trials"] for row in found.values()})
     prompts = str(trials[0]) if len(trials) == 1 else f"{trials[0]} to {trials[-1]}"
-    told = f"{ours:.3f} beside {dense:.3f}; {worse} of {len(found)} tasks worse"
-    return f"{told}; {prompts} prompts"
+    tasks = f"{len(worse)} of {len(found)} tasks worse{told}"
+    return f"{ours:.3f} beside {dense:.3f}; {tasks}; {prompts} prompts"

@@ -27,6 +27,19 @@ def is_served(row: Row) -> bool:
     return not isinstance(method, DenseBelow) or method.serves(row["batch"], row["n"], CUDA)
 
 
+def serves_from(asked: str) -> str:
+    """From which length on a default's methods serve one row, prompts and caches."""
+    parsed, told = parse(asked), []
+    for slot, what in (("prefill", "prompts"), ("decode", "caches")):
+        method = getattr(parsed, slot)
+        if isinstance(method, Auto):
+            method = CANDIDATES[method.quality][slot][0].method
+        least = method.crossover(CUDA) if isinstance(method, DenseBelow) else 0
+        if least:
+            told.append(f"{what} of {least:,}")
+    return ", ".join(told) or "any length"
+
+
 def served(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if is_served(row)]
 

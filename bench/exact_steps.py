@@ -11,7 +11,8 @@ of drafts that --accepted gives, whatever they are, or each draft with the chanc
 number with a point), and a row says so. Caches are filled with random
 keys, as a prompt of a million tokens takes minutes. A time a token is the difference of a long call
 and a short one.
-With `--own` rounds go on only where exact finds that they pay. `--small` is for a try on a CPU.
+With `--own` rounds go on only where exact finds that they pay, in calls of any length, as rows of
+whole_calls.py tell what a call's second step costs. `--small` is for a try on a CPU.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch
 from whole_calls import CONFIG, SMALL, built, say, seconds
 
 import attnplug
-from attnplug.models import round_steps
+from attnplug.models import pace, round_steps
 from attnplug.models.decode_loop import Decoding
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
@@ -40,7 +41,7 @@ def accepting(share: int | float) -> Iterator[None]:
     """Within it every round accepts `share` drafts of each row, or each draft behind accepted ones
     with the chance `share`, and the caches that this bench has filled count as generate's own,
     which nobody sees again."""
-    own, kept = round_steps.settle, Decoding.is_kept
+    own, kept, ready = round_steps.settle, Decoding.is_kept, pace.READY
 
     def settle(cache: Any, tokens: torch.Tensor, *state: Any) -> None:
         *state, chosen = state
@@ -52,11 +53,11 @@ def accepting(share: int | float) -> Iterator[None]:
             refused = torch.rand(agreed.shape, device=agreed.device) >= share
         own(cache, tokens, *state, torch.where(refused, torch.where(agreed == 7, 8, 7), agreed))
 
-    round_steps.settle, Decoding.is_kept = settle, lambda self: False
+    round_steps.settle, Decoding.is_kept, pace.READY = settle, lambda self: False, 0
     try:
         yield
     finally:
-        round_steps.settle, Decoding.is_kept = own, kept
+        round_steps.settle, Decoding.is_kept, pace.READY = own, kept, ready
 
 
 def filled(model: Any, rows: int, tokens: int) -> Any:

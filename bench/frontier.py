@@ -159,7 +159,7 @@ def kept_by(method: Phase, call: AttentionCall) -> torch.Tensor | None:
         at = blocks[..., None] * method.block + torch.arange(method.block, device=blocks.device)
         at = torch.where(blocks[..., None] < 0, length, at).flatten(1).clamp(max=length)
         return read.scatter_(1, at, True)[:, :length]
-    if isinstance(method, Gvr) and isinstance(layer, GvrLayer):
+    if isinstance(method, Gvr) and isinstance(layer, GvrLayer) and layer.codes is not None:
         kept = {"sink": method.sink, "window": method.window, "lengths": call.lengths}
         picks = top_tokens(call.q, layer.codes, layer.scales, method.k, **kept)[0]
         read[:, : method.sink], read[:, max(0, length - method.window) : length] = True, True

@@ -150,9 +150,10 @@ def load(folder: Path) -> tuple[list[Row], list[Row]]:
 
 def question(row: Row, *, peer: bool = True) -> tuple[Any, ...]:
     """What a timing answers, with whom it is compared or without. What its options say of its own
-    run (hits, bytes over the link) is no question."""
+    run (hits, bytes over the link) is no question. A whole call is of all that its policy names."""
     asked = tuple(row[key] for key in TIMING if key != "options" and (peer or key != "peer"))
-    return *asked, COUNTED.sub("", row["options"])
+    policy = row["policy"] if row["case"] == "call" else ""
+    return *asked, policy, COUNTED.sub("", row["options"])
 
 
 def _rows(folder: Path) -> Iterable[tuple[str, str, Row]]:

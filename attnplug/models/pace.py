@@ -1,5 +1,6 @@
 """What the rounds of a call came to, how many drafts the next one makes, and whether it pays."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,9 @@ ENOUGH_DRAFTS = 6  # that dense has judged before rounds may end: a call begins 
 # Rounds end for good where they promise less than this of what dense steps give: by less, chance
 # alone would end them in a long answer.
 ENOUGH = 0.95
+# What an H200 reads while its host makes a layer's step ready, which runs once as it is and is then
+# captured: 0.1 s of 28 layers of 7 billion weights. Rounds have two such steps where dense has one.
+READY = 12 << 30
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # in configs
 
 
@@ -24,21 +28,25 @@ IN_A_BATCH = 1.15
 
 
 class Costs(NamedTuple):
-    """The time of a dense step, and that of a verification, in drafts."""
+    """The time of a dense step, that of a verification, and that of making a step ready, in
+    drafts."""
 
     dense: float
     verification: float
+    ready: float
 
 
 def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -> Costs:
     """What steps cost over caches of `tokens` tokens. A draft reads the model's weights, a dense
     step the cache as well, a byte of which took an H200 half of a weight's time, and a verification
     the same for several queries (bench/exact-steps-h200.json)."""
+    layers = list(layers)
     buffers = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
     rows = max((len(x) for x in buffers), default=1)
-    ratio = sum(x[:, :, :tokens].nbytes for x in buffers) / max(1, _weights_of(model, rows))
+    weights = max(1, _weights_of(model, rows))
+    ratio = sum(x[:, :, :tokens].nbytes for x in buffers) / weights
     verification = (1 + 0.6 * ratio) * (IN_A_BATCH if rows > 1 else 1)
-    return Costs(1 + 0.5 * ratio, verification)
+    return Costs(1 + 0.5 * ratio, verification, READY * len(layers) / weights)
 
 
 def _weights_of(model: PreTrainedModel, rows: int) -> float:
@@ -109,12 +117,20 @@ class Pace:
         """The drafts of the next round, at least 1."""
         return self._best()[1]
 
-    def pays(self) -> bool:
+    def pays(self, left: int) -> bool:
         """Whether the next round gives about as many tokens as dense steps would in its time, as
-        far as the drafts that dense has judged can say."""
+        far as the drafts that dense has judged can say, or the `left` tokens of the call are too
+        few for a dense step to be made ready."""
         if not self.ends or self.seen < ENOUGH_DRAFTS:
             return True
-        return self._best()[0] * self.costs.dense >= ENOUGH
+        rate, dense = self._best()[0], self.costs.dense
+        return rate * dense >= ENOUGH or left * (1 / rate - dense) < self.costs.ready
+
+    def least(self) -> float:
+        """How many tokens a call must come to for rounds to make up for their second step, if
+        dense accepts drafts as it is taken to before it has judged any."""
+        saved = self.costs.dense - 1 / self._best()[0]
+        return self.costs.ready / saved if saved > 0 else math.inf
 
     def note(self, accepted: int, drafted: int) -> None:
         """A row's round has come out so."""

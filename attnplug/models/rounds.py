@@ -51,6 +51,7 @@ def drafts_of(call: Any, masked: bool) -> int:
     if counts <= {0}:
         return 0
     why = "layers of several policies" if len(counts) > 1 else _why_not(call, masked, max(counts))
+    why = why or _too_short(call, max(counts))
     for module, binding in served.items():
         state = state_of(call.cache, module.layer_idx)
         why = why or binding.policy.serves_steps(state).why
@@ -92,6 +93,25 @@ def _why_not(call: Any, masked: bool, drafts: int) -> str:
     if room < call.last - 1 + drafts:
         return f"room for {room:,} tokens, and a round wants {drafts} behind the last"
     return ""
+
+
+def pace_of(call: Any, drafts: int) -> Pace:
+    """The pace of a call of `Decoding` whose rounds have at most so many drafts."""
+    policies = [each.policy for each in call.bound.values() if each.policy]
+    varies = any(policy.varies_rounds for policy in policies)
+    asked = any(policy.asks_for_rounds for policy in policies)
+    middle = (call.length + call.last) // 2  # of a call that comes to its end
+    return Pace(drafts, costs_of(call.model, full_layers(call.cache), middle), varies, not asked)
+
+
+def _too_short(call: Any, drafts: int) -> str:
+    """Why rounds would not make up for their second step, "" where they are asked for or do."""
+    pace, new = pace_of(call, drafts), call.last - call.length
+    if not pace.ends or new >= pace.least():
+        return ""
+    if math.isinf(pace.least()):
+        return "rounds would not pay over so light a cache"
+    return f"{new:,} new tokens, and rounds pay from {math.ceil(pace.least()):,} on"
 
 
 def _copies_experts(model: Any) -> bool:
@@ -151,12 +171,7 @@ class Rounds:
         self.draft, self.verify, self.dense = steps
         self.most = feed.tokens.shape[1] - 1
         self.layers = full_layers(call.cache)
-        policies = [each.policy for each in call.bound.values() if each.policy]
-        varies = any(policy.varies_rounds for policy in policies)
-        asked = any(policy.asks_for_rounds for policy in policies)
-        middle = (call.length + call.last) // 2  # of a call that comes to its end
-        costs = costs_of(call.model, self.layers, middle)
-        self.pace = Pace(self.most, costs, varies, ends=not asked)
+        self.pace = pace_of(call, self.most)
         self.tally = tally
         for step in steps:
             begin = getattr(step, "begin", None)
@@ -181,7 +196,7 @@ class Rounds:
         self._note([[token] for token in self.buffers.token[:, 0].tolist()], self.buffers.token)
         try:
             while self.going:
-                if self.unread is None and not self.pace.pays():
+                if self.unread is None and not self.pace.pays(self._left()):
                     self._step_on(options)
                     break
                 self._make_room(self.most + 1)
@@ -196,7 +211,7 @@ class Rounds:
                     if not self.going:
                         take_back(self.layers, drafted)
                         break
-                    if not self.pace.pays():
+                    if not self.pace.pays(self._left()):
                         self._forget_draft()
                         self._step_on(options)
                         break
@@ -211,6 +226,10 @@ class Rounds:
         if call.config.do_sample:
             call.set_random(self.noise.states[call.length])
         return call.length
+
+    def _left(self) -> int:
+        """Tokens that the call may still come to."""
+        return self.call.last - min(self.lengths[row] for row in self.going)
 
     def _prepare_layers(self) -> None:
         """What layers want of the host, between rounds."""

@@ -2,6 +2,7 @@
 read."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -16,23 +17,36 @@ class GvrLayer(PlugLayer):
     float32.
 
     `update` writes keys and codes together, so that whatever happens to the one happens to the
-    other.
+    other. Caches that the method does not serve (`serves`: rows, slots, device) have no codes:
+    dense reads them whole.
     """
 
     row_buffers: ClassVar[RowBuffers] = {"codes": None, "scales": None}
 
-    codes: torch.Tensor
-    scales: torch.Tensor
+    codes: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
-    def __init__(self, max_cache_len: int, k: int, kept: int):
+    def __init__(
+        self,
+        max_cache_len: int,
+        k: int,
+        kept: int,
+        serves: Callable[[int, int, torch.device], bool],
+    ):
         super().__init__(max_cache_len=max_cache_len)
-        self.k, self.kept = k, kept
+        self.k, self.kept, self.serves = k, kept, serves
+
+    def holds_more(self, rows: int, device: torch.device) -> bool:
+        return self.serves(rows, self.max_cache_len, device)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         assert self.keys is not None
         batch, heads, size, width = self.keys.shape
         device = self.keys.device
+        if not self.holds_more(batch, device):
+            self.codes = self.scales = None  # of other rows, after a reset
+            return
         self.bind_rows(
             codes=torch.zeros((batch, heads, size, width), dtype=torch.int8, device=device),
             scales=torch.zeros((batch, heads, size), dtype=torch.float32, device=device),
@@ -42,6 +56,8 @@ class GvrLayer(PlugLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         both = super().update(key_states, value_states, *args, **kwargs)
+        if self.codes is None or self.scales is None:
+            return both
         tokens = key_states.shape[2]
         places = torch.arange(tokens, device=self.device) + (self.cumulative_length - tokens)
         codes, scales = quantize_keys(key_states)
@@ -64,10 +80,11 @@ class Picks:
 
 
 def picks(cache: Cache) -> list[Picks]:
-    """Of every layer of gvr's that holds tokens. Reads them on the host: not for a step."""
+    """Of every layer of gvr's that holds tokens and their codes. Reads them on the host: not for a
+    step."""
     rows = []
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, GvrLayer) and layer.is_initialized:
+        if isinstance(layer, GvrLayer) and layer.codes is not None:
             tokens = int(layer.cumulative_length)
             density = min(1.0, layer.kept / max(1, tokens))
             rows.append(Picks(index, tokens, density))

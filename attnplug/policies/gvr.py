@@ -84,13 +84,14 @@ class Gvr(DenseBelow):
         return f"reads {self.kept:,} tokens{density}, and INT8 keys to choose them; {dense}"
 
     def cache_layer(self, max_length: int) -> GvrLayer:
-        return GvrLayer(max_length, self.k, self.kept)
+        return GvrLayer(max_length, self.k, self.kept, self.serves)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = self._own_layer(call)
         if layer is None:
             return self.leave_to_dense(call)
         where = {"lengths": call.lengths, "start": call.first_key, "key_mask": call.key_mask}
+        assert layer.codes is not None and layer.scales is not None  # _own_layer has looked
         return self._step(call, PageCodes(layer.codes, layer.scales), where)
 
     def serves_few(self, call: AttentionCall) -> bool:
@@ -153,4 +154,5 @@ class Gvr(DenseBelow):
         layer, size = call.state, call.k.shape[2]
         if not isinstance(layer, GvrLayer) or not self.serves(len(call.q), size, call.q.device):
             return None
-        return layer if layer.keys is call.k and layer.k == self.k else None
+        own = layer.keys is call.k and layer.k == self.k and layer.codes is not None
+        return layer if own else None

@@ -376,7 +376,7 @@ LAYERS = {
     "dense": lambda: PlugLayer(max_cache_len=SIZE),
     "gather": lambda: GatherLayer(SIZE, BLOCK, Form(2, torch.int8)),
     "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, Form(2, None), 1, 3, lambda *_: True),
-    "gvr": lambda: GvrLayer(SIZE, 8, 12),
+    "gvr": lambda: GvrLayer(SIZE, 8, 12, lambda *_: True),
     "sketch-host": lambda: HostSketchLayer(SIZE, 24, lambda *_: True),
 }
 

@@ -13,7 +13,7 @@ DRAFTS = ["gather", SHORT, FAR, GVR, SKETCH]
 SAMPLED = dict(do_sample=True, temperature=0.8, top_p=0.9)
 NEW = 24
 ROWS = ["rows", "padded rows", "one padded row"]
-HEAVY = pace.Costs(2.5, 3.0)  # of caches that weigh three times what the weights do
+HEAVY = pace.Costs(2.5, 3.0, 0.0)  # of caches that weigh three times what the weights do
 
 
 def as_over_heavy_caches(monkeypatch):

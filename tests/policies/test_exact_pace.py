@@ -98,11 +98,12 @@ def test_a_pace_forgets():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Rounds by the policy's own choice, over caches that weigh as much as the weights do."""
+    """Rounds by the policy's own choice, over caches that weigh as much as the weights do, of steps
+    that are ready at once."""
     for table in (policy.CROSSOVER, policy.ROW_CROSSOVER):
         monkeypatch.setitem(table, "cpu", 1)
         monkeypatch.setitem(table, "cuda", 1)
-    monkeypatch.setattr(rounds, "costs_of", lambda *about: pace.Costs(1.5, 1.6))
+    monkeypatch.setattr(rounds, "costs_of", lambda *about: pace.Costs(1.5, 1.6, 0.0))
 
 
 def wrong_from(count, monkeypatch):
@@ -170,7 +171,7 @@ def test_a_row_that_has_ended_stays_at_its_position(device, chosen, monkeypatch)
         judge(self, *args)
 
     monkeypatch.setattr(rounds.Rounds, "_verify", wrong)
-    monkeypatch.setattr(pace.Pace, "pays", lambda self: self.judged < 30)
+    monkeypatch.setattr(pace.Pace, "pays", lambda self, left: self.judged < 30)
     fed, step = [], rounds.dense_step
     note = lambda model, cache, *a: fed.append(a[1].max().item()) or step(model, cache, *a)  # noqa: E731
     monkeypatch.setattr(rounds, "dense_step", note)
@@ -233,20 +234,20 @@ def test_the_next_turn_drafts_over_what_dense_steps_wrote(model, chosen, draft, 
 
 def test_what_pays():
     """Four drafts and a verification of 1.6 take 5.6 drafts, in which dense makes 3.7 tokens."""
-    costs = pace.Costs(dense=1.5, verification=1.6)
+    costs = pace.Costs(dense=1.5, verification=1.6, ready=0)
     rates = {p: (1 - p**5) / (1 - p) / 5.6 * 1.5 for p in (0.6, 0.75, 0.85, 0.95)}
     for p, rate in rates.items():
         made = pace.Pace(4, costs, False, accepted=20 * p, judged=20, seen=20)
-        assert made.pays() is (rate >= pace.ENOUGH)
+        assert made.pays(100) is (rate >= pace.ENOUGH)
     assert {rate >= pace.ENOUGH for rate in rates.values()} == {True, False}
-    assert pace.Pace(4, costs, False, accepted=0, judged=20).pays()  # nothing has been judged
-    assert pace.Pace(4, costs, False, ends=False, accepted=0, judged=20, seen=20).pays()
+    assert pace.Pace(4, costs, False, accepted=0, judged=20).pays(100)  # nothing has been judged
+    assert pace.Pace(4, costs, False, ends=False, accepted=0, judged=20, seen=20).pays(100)
 
 
 def test_a_light_cache_wants_rounds_of_few_drafts_and_a_heavy_one_of_many():
     """Where nine drafts of ten are accepted. The light costs are what an H200 took over a row of
     131,072 tokens of a 7B model, where dense steps give 1 token in the time of 1.3 drafts."""
-    light, heavy = pace.Costs(1.3, 1.26), pace.Costs(3, 4)
+    light, heavy = pace.Costs(1.3, 1.26, 0), pace.Costs(3, 4, 0)
     known = dict(accepted=18, judged=20)
     assert pace.Pace(8, light, **known).next() <= 2
     assert pace.Pace(8, heavy, **known).next() >= 6
@@ -255,14 +256,43 @@ def test_a_light_cache_wants_rounds_of_few_drafts_and_a_heavy_one_of_many():
 
 
 @pytest.mark.parametrize("m", [1, 6, 15])
-def test_a_call_begins_with_rounds_whatever_the_cache_weighs(model, chosen, m, monkeypatch):
-    """And says so, where they end soon."""
-    monkeypatch.setattr(rounds, "costs_of", lambda *about: pace.Costs(1.01, 1.01))
+def test_a_cache_that_is_too_light_has_no_rounds(model, chosen, m, monkeypatch):
+    """And the report says why."""
+    monkeypatch.setattr(rounds, "costs_of", lambda *about: pace.Costs(1.01, 1.01, 0.0))
     with attnplug.applied(model, "dense"):
         wanted, _ = call(model, new=40)
     with attnplug.applied(model, defaults("gather", m)):
         assert call(model, new=40)[0] == wanted
-        assert tally(model).rounds > 0 and "rounds of" in str(attnplug.report(model))
+        assert tally(model).rounds == 0
+        assert "rounds would not pay over so light a cache" in str(attnplug.report(model))
+
+
+def test_the_second_step_must_pay(model, chosen, monkeypatch):
+    """A round of four drafts and a verification of 1.6 takes 5.6 drafts and gives 4.1 tokens if 0.9
+    of drafts are accepted; for these dense takes 1.5 each. A step that takes 6 drafts to be made
+    ready takes 46 tokens to make up for."""
+    costs = pace.Costs(1.5, 1.6, 6.0)
+    tokens = (1 - 0.9**5) / 0.1
+    least = pace.Pace(4, costs, False).least()
+    assert least == pytest.approx(6 / (1.5 - 5.6 / tokens)) and 45 < least < 46
+    monkeypatch.setattr(rounds, "costs_of", lambda *about: costs)
+    ids = ids_of(150)
+    for new, begins in ((45, False), (46, True)):
+        with attnplug.applied(model, defaults("gather", 4)):
+            call(model, ids, new=new)
+            assert (tally(model).rounds > 0) is begins
+            told = "45 new tokens, and rounds pay from 46 on" in str(attnplug.report(model))
+            assert told is not begins
+    with attnplug.applied(model, exact("gather", 4)):  # asked for
+        call(model, ids, new=10)
+        assert tally(model).rounds > 0
+
+
+def test_few_tokens_are_left_to_rounds_that_do_not_pay():
+    """A dense step would take longer to be made ready than the tokens that are left."""
+    costs = pace.Costs(1.5, 1.6, 6.0)
+    made = pace.Pace(4, costs, False, accepted=0, judged=20, seen=20)  # 1 token in 5.6 drafts
+    assert made.pays(1) and not made.pays(2)
 
 
 def test_costs_of_experts_are_of_those_that_tokens_go_to():
@@ -293,4 +323,5 @@ def test_costs_are_of_the_cache_beside_the_weights(model):
         found = pace.costs_of(model, cache.layers, 100)
     held = sum(2 * layer.keys[:, :, :100].nbytes for layer in cache.layers)
     weights = sum(each.nbytes for each in model.parameters())
-    assert found == pytest.approx((1 + 0.5 * held / weights, 1 + 0.6 * held / weights))
+    ready = pace.READY * len(cache.layers) / weights
+    assert found == pytest.approx((1 + 0.5 * held / weights, 1 + 0.6 * held / weights, ready))
