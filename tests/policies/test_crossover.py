@@ -53,21 +53,21 @@ def test_the_least_room_is_the_first_that_is_reachable(row, more, rows):
     assert rule.reachable(rows, least) and not rule.reachable(rows, least - 1)
 
 
-@pytest.mark.parametrize("method", [Gather(), Sketch()], ids=str)
-def test_rows_of_one_cache_share_the_price(method):
+@pytest.mark.parametrize("method, alone", [(Gather(), 65536), (Sketch(), 131072)], ids=str)
+def test_rows_of_one_cache_share_the_price(method, alone):
     rule = method.row_crossover(CUDA)
     for rows in (1, 2, 8):
         assert method.serves(rows, rule.least(rows), CUDA)
         assert not method.serves(rows, rule.least(rows) - 1, CUDA)
-    assert rule.least(1) == method.crossover(CUDA) == 65536
+    assert rule.least(1) == method.crossover(CUDA) == alone
     assert rule.least(8) < 32768 < rule.least(2)
-    alone = dataclasses.replace(method, min_tokens=65536)
-    assert alone.serves(8, 65536, CUDA) and not alone.serves(8, 65535, CUDA)
+    asked = dataclasses.replace(method, min_tokens=65536)
+    assert asked.serves(8, 65536, CUDA) and not asked.serves(8, 65535, CUDA)
 
 
 def test_auto_serves_no_batch_of_shorter_rows_than_were_measured():
     sketch = next(c for c in auto.CANDIDATES["faithful"]["decode"] if c.method.name == "sketch")
-    assert sketch.method.row_crossover(CUDA) == (32768, 65536)
+    assert sketch.method.row_crossover(CUDA) == (32768, 131072)
 
 
 def test_a_sum_past_32_bits_is_still_a_sum():
