@@ -23,17 +23,19 @@ SAME = {"tiered": "gather"}  # a row's `op` that is a method by another name
 def is_served(row: Row) -> bool:
     """Whether the row's policy, with the crossover of its options, is what runs a batch of the
     row's size and length. Of an op alone, of dense and of a trace there is no such question."""
-    method = _method(row.get("policy") or "", SAME.get(row["op"], row["op"]))
-    return not isinstance(method, DenseBelow) or method.serves(row["batch"], row["n"], CUDA)
+    policy = row.get("policy") or ""
+    if row["case"] == "call":  # has both phases
+        found = _methods_of(policy)
+    else:
+        found = (_method(policy, SAME.get(row["op"], row["op"])),)
+    below = [method for method in found if isinstance(method, DenseBelow)]
+    return not below or any(each.serves(row["batch"], row["n"], CUDA) for each in below)
 
 
 def serves_from(asked: str) -> str:
     """From which length on a default's methods serve one row, prompts and caches."""
-    parsed, told = parse(asked), []
-    for slot, what in (("prefill", "prompts"), ("decode", "caches")):
-        method = getattr(parsed, slot)
-        if isinstance(method, Auto):
-            method = CANDIDATES[method.quality][slot][0].method
+    told = []
+    for method, what in zip(_methods_of(asked), ("prompts", "caches"), strict=True):
         least = method.crossover(CUDA) if isinstance(method, DenseBelow) else 0
         if least:
             told.append(f"{what} of {least:,}")
@@ -42,6 +44,17 @@ def serves_from(asked: str) -> str:
 
 def served(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if is_served(row)]
+
+
+@functools.cache
+def _methods_of(policy: str) -> tuple[Phase | None, ...]:
+    """What serves prefill and decode under a policy, with auto's first candidates for auto."""
+    parsed, found = parse(policy), []
+    for slot in ("prefill", "decode"):
+        method = getattr(parsed, slot)
+        is_auto = isinstance(method, Auto)
+        found.append(CANDIDATES[method.quality][slot][0].method if is_auto else method)
+    return tuple(found)
 
 
 @functools.cache
