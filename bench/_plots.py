@@ -107,7 +107,10 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
 
 def draw_timing(op: str, case: str, rows: Sequence[Row]) -> Figure:
     """One column a head count (and a batch, where there would be more lines than colors), the
-    largest groups first; time above and, where there are peers, the ratio below."""
+    largest groups first; time above and, where there are peers, the ratio below. Of whole calls
+    the method's own, where it was also timed beside another."""
+    if case == "call":
+        rows = [row for row in rows if row["policy"] == op] or rows
     panels = grouped(rows, *SHAPE)
     if any(len(_series(group)) > len(COLORS) for group in panels.values()):
         panels = grouped(rows, *SHAPE, "batch")
