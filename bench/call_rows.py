@@ -1,10 +1,11 @@
-"""Rows of results of what whole_calls.py measured, each beside stock, or else beside dense.
+"""Rows of results of what whole_calls.py measured, each beside stock, or else beside dense; and of
+what exact_steps.py did, each beside dense.
 
     python bench/call_rows.py calls.jsonl [more.jsonl ...] --out rows.json
     python bench/install_rows.py rows.json
 
 Calls of one commit and GPU are compared that have the same prompt, rows and new tokens. Those of
-another tree (`--root`) make no row.
+another tree (`--root`) make no row, and neither do steps of exact's draft alone.
 """
 
 import argparse
@@ -29,7 +30,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     lines = [line for path in asked.calls for line in path.read_text().splitlines()]
-    rows = rows_of_calls(map(json.loads, lines))
+    measured = [json.loads(line) for line in lines]
+    rows = rows_of_calls(each for each in measured if each["case"] == "call")
+    rows += rows_of_steps([each for each in measured if each["case"] == "exact"])
     write_rows(asked.out, rows)
     print(f"{len(rows)} rows: {asked.out}")
 
@@ -51,24 +54,52 @@ def rows_of_calls(calls: Iterable[Call]) -> list[Call]:
 
 def _row(call: Call, peer: str, other: Call) -> Call:
     times, others = (1e6 * np.array(each["times_s"]) for each in (call, other))
-    low, middle, high = np.percentile(times, (20, 50, 80)).tolist()
     new = call["new"]
+    options = f"{new} new token{'s' * (new != 1)}" + ", warmed" * call["warm"]
+    return _result("call", call, options, peer, times, float(np.median(others)))
+
+
+def rows_of_steps(steps: list[Call]) -> list[Call]:
+    """A row for each run of exact, whose options say which drafts the bench had accepted."""
+
+    def place(step: Call) -> tuple[Any, ...]:
+        return step["n"], step["batch"], *(step[key] for key in RUN)
+
+    dense = {place(step): 1e3 * step["ms_a_token"] for step in steps if step["policy"] == "dense"}
+    rows = []
+    for step in steps:
+        if step["imposed"] is not None:
+            policy = step["policy"].replace("draft='gather', m='auto'", "").replace("()", "")
+            share, time = step["imposed"], np.array([1e3 * step["ms_a_token"]])
+            accepted = (
+                f"each draft by {share}" if isinstance(share, float) else f"{share} drafts a round"
+            )
+            call = step | {"policy": policy}
+            options = f"accepts {accepted}"
+            rows.append(_result("generate", call, options, "dense", time, dense[place(step)]))
+    return rows
+
+
+def _result(
+    case: str, call: Call, options: str, peer: str, times: np.ndarray, other: float
+) -> Call:
+    low, middle, high = np.percentile(times, (20, 50, 80)).tolist()
     row = {
         "op": call["policy"].split("+")[0].split("(")[0],
-        "case": "call",
+        "case": case,
         "n": call["n"],
         "batch": call["batch"],
         "heads_q": CONFIG.num_attention_heads,
         "heads_kv": CONFIG.num_key_value_heads,
         "head_dim": CONFIG.hidden_size // CONFIG.num_attention_heads,
         "dtype": "bfloat16",
-        "options": f"{new} new token{'s' * (new != 1)}" + ", warmed" * call["warm"],
+        "options": options,
         "p20_us": low,
         "p50_us": middle,
         "p80_us": high,
         "peer": peer,
-        "peer_p50_us": float(np.median(others)),
-        "ratio": float(np.median(others)) / middle,
+        "peer_p50_us": other,
+        "ratio": other / middle,
         "bytes": None,
         "flops": None,
         "ceiling_fraction": None,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-from call_rows import rows_of_calls
+from call_rows import rows_of_calls, rows_of_steps
 
 RUN = {"gpu": "H", "torch": "2", "triton": "3", "commit": "c", "date": "d", "root": ""}
 
@@ -44,3 +44,16 @@ def test_calls_that_are_not_alike_make_no_row(more):
 
 def test_a_line_that_is_no_call_makes_none():
     assert rows_of_calls([{"policy": "dense", "warm_s": 3.0} | RUN]) == []
+
+
+def test_exacts_steps_are_compared_with_dense_and_say_what_was_accepted():
+    about = RUN | {"n": 8, "batch": 1}
+    mine = {"policy": "exact(draft='gather', m='auto')", "ms_a_token": 4.0} | about
+    dense = {"policy": "dense", "ms_a_token": 6.0, "imposed": None} | about
+    draft = {"policy": "gather(min_tokens=0)", "ms_a_token": 3.0, "imposed": None} | about
+    other = dense | {"batch": 8, "ms_a_token": 9.0}
+    rows = rows_of_steps([other, dense, draft, mine | {"imposed": 0.5}, mine | {"imposed": 8}])
+    assert [(r["op"], r["policy"], r["options"], r["ratio"]) for r in rows] == [
+        ("exact", "exact", "accepts each draft by 0.5", 1.5),
+        ("exact", "exact", "accepts 8 drafts a round", 1.5),
+    ]
