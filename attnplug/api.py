@@ -37,6 +37,7 @@ from attnplug.models.generate import (
     bind_generate,
     last_call,
     own_cache,
+    refuse_strangers,
     unbind_generate,
 )
 from attnplug.models.hf import BINDING, Binding, binding_of, bindings_of, register_names
@@ -252,6 +253,7 @@ def make_cache(model: torch.nn.Module, max_length: int) -> PlugCache:
     why = own_cache(target, ledger.indexed)
     if why:
         raise UnsupportedModelError(f"{why}; leave the cache to the model with use_cache=True")
+    refuse_strangers(target)
     return PlugCache.for_config(target.config, max_length, ledger.make_layer)
 
 

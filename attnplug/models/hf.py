@@ -236,9 +236,10 @@ def plug_attention(
         state=state if ours or isinstance(state, StaticLayer) else None,
     )
     compact = set_key_mask(call, attention_mask)
-    if state is None and compact and not is_exotic(kwargs):
+    exotic = is_exotic(module, kwargs)
+    if state is None and compact and not exotic:
         refuse_unknown_keys(module, query, key)
-    if binding is None or binding.policy is None or not compact or is_exotic(kwargs):
+    if binding is None or binding.policy is None or not compact or exotic:
         call.flush()
         if binding is not None and getattr(state, "round", None) is None:
             why = binding.reason if binding.policy is None else "the call has a mask of its own"
@@ -339,8 +340,12 @@ def set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
     return True
 
 
-def is_exotic(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False
+def is_exotic(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the call asks for other scores than those of causal attention. A layer may have been
+    told after `apply` to be causal no more."""
+    told = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if told is None else told
+    return kwargs.get("position_bias") is not None or causal is False
 
 
 def stock_attention(

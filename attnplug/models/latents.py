@@ -137,9 +137,10 @@ def attend_latents(
         state=state if isinstance(state, StaticLayer) else None,
     )
     compact = set_key_mask(call, attention_mask)
-    if state is None and compact and not is_exotic(kwargs):
+    exotic = is_exotic(module, kwargs)
+    if state is None and compact and not exotic:
         refuse_unknown_keys(module, query, key)
-    why = "" if compact and not is_exotic(kwargs) else "the call has a mask of its own"
+    why = "" if compact and not exotic else "the call has a mask of its own"
     why = why or why_not_weight(module.kv_b_proj)  # pyright: ignore[reportArgumentType]
     if why:
         binding.note_served(query.shape[2], Served(binding.stock, why))

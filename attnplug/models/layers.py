@@ -75,7 +75,7 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         raise UnsupportedModelError(
             f"{family} is an encoder-decoder; attnplug serves decoder-only models."
         )
-    modules = [(name, each) for name, each in model.named_modules() if _is_attention(each)]
+    modules = [(name, each) for name, each in model.named_modules() if is_attention(each)]
     foreign = [module for _, module in modules if _has_foreign_forward(module)]
     if len(foreign) == len(modules):
         raise UnsupportedModelError(
@@ -141,7 +141,8 @@ def _asks(code: CodeType) -> bool:
     return IMPLEMENTATION in code.co_names and "sdpa" in known
 
 
-def _is_attention(module: torch.nn.Module) -> bool:
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is an attention layer that goes through transformers' interface."""
     return (
         isinstance(getattr(module, "layer_idx", None), int)
         and hasattr(module, "is_causal")

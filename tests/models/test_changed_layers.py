@@ -71,6 +71,52 @@ def test_report_tells_of_a_layer_that_came_later(device):
         attnplug.report(model)
 
 
+def new_attention(model, other):
+    model.model.layers[0].self_attn = other.model.layers[0].self_attn
+
+
+def new_layer(model, other):
+    model.model.layers[2] = other.model.layers[2]
+
+
+def one_layer_more(model, other):
+    count_anew(model, [*model.model.layers, other.model.layers[0]])
+
+
+@pytest.mark.parametrize("change", [new_attention, new_layer, one_layer_more])
+def test_generate_refuses_a_layer_that_came_later(change, device):
+    """Its own attention would compute over the empty part of the cache."""
+    model = attnplug.apply(model_of(device), GATHER)
+    other = tiny_model(device=device, num_hidden_layers=3, seed=5)
+    tokens_of(model, tokens=TOKENS)
+    change(model, other)
+    with pytest.raises(UnsupportedCallError, match=f"was put there after apply.*{AGAIN}"):
+        tokens_of(model, tokens=TOKENS)
+    with pytest.raises(UnsupportedCallError, match=AGAIN):
+        attnplug.make_cache(model, 2 * TOKENS)
+    attnplug.remove(model)
+    wanted = tokens_of(model, tokens=TOKENS, disable_compile=True)
+    attnplug.apply(model, GATHER)
+    assert tokens_of(model, tokens=TOKENS, disable_compile=True) == wanted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["dense", GATHER])
+def test_a_layer_that_is_no_longer_causal_computes_as_stock_does(policy, device):
+    """An embedding model made of a decoder reads in both directions."""
+    model = attnplug.apply(model_of(device), policy)
+    stock = model_of(device)
+    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1)).to(device)
+    causal = stock(ids).logits
+    for each in (model, stock):
+        each.model.layers[1].self_attn.is_causal = False
+    wanted = stock(ids).logits
+    assert (wanted - causal).abs().max() > 1e-2 * wanted.abs().max()
+    for options in ({}, {"use_cache": False}, {CACHE: attnplug.make_cache(model, 64)}):
+        found = model(ids, **options).logits
+        assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["static", "make_cache"])
 def test_layers_in_another_order_know_a_first_prompt_from_the_next(own, device):
     """Each keeps its place in the cache, and another one runs first."""
