@@ -28,6 +28,7 @@ import attnplug
 from attnplug.cli import app
 from attnplug.serve import hugging_face
 from attnplug.serve.hugging_face.requests import (
+    bias_problem,
     input_problem,
     length_problem,
     messages_problem,
@@ -89,7 +90,7 @@ def test_missing_packages_are_named():
         (dict(stop=[""]), "stop is"),
         (dict(logit_bias={"a": 1}), "logit_bias is"),
         (dict(generation_config="{"), "generation_config is"),
-        (dict(generation_config='{"max_new_tokens": -1}'), "generation_config: `max_new_tokens`"),
+        (dict(generation_config='{"max_new_tokens": -1}'), "generation_config: max_new_tokens is"),
         (
             dict(generation_config='{"compile_config": {"backend": 3, "x": 1}}'),
             "generation_config:",
@@ -98,6 +99,8 @@ def test_missing_packages_are_named():
         (dict(logit_bias={"\u00b2": 1}), "logit_bias is"),
         (dict(seed=2**64), "seed is 18446744073709551616, needs an integer of 64 bits"),
         (dict(seed=-(2**63) - 1), "seed is -9223372036854775809, needs"),
+        (dict(temperature=10**400), "temperature is 1000"),
+        (dict(logit_bias={"70": -(10**400)}), "logit_bias is"),
         (dict(stop="\ud800"), "the request has a lone surrogate"),
         (dict(messages=[dict(role="user", content="\ud800")]), "the request has a lone surrogate"),
     ],
@@ -120,6 +123,8 @@ def test_more_tokens_than_a_model_reads_are_told(name):
     assert length_problem({name: 1025}, 1024).startswith(f"{name} is 1025, and the model reads 1,0")
     assert length_problem({name: 10**30}, None) and not length_problem({name: None}, 1024)
     assert not length_problem({name: 1024}, 1024) and not length_problem({name: 1025}, None)
+    config = dict(generation_config='{"max_new_tokens": 1025}')
+    assert length_problem(config, 1024).startswith("max_new_tokens is 1025, and the model reads")
 
 
 def test_what_changes_nothing_is_served():
@@ -129,6 +134,46 @@ def test_what_changes_nothing_is_served():
     assert messages_problem(dict(messages=HELLO)) == input_problem(dict(input="Hello")) == ""
     parts = [dict(role="user", content=[dict(type="text", text="Hello")])]
     assert messages_problem(dict(messages=parts)) == input_problem(dict(input=parts)) == ""
+
+
+CONFIGS = [
+    (dict(num_beams=10**6), "num_beams is 1000000, needs an integer from 1 to 16"),
+    (dict(num_return_sequences=2), "num_return_sequences is not served here"),
+    (dict(return_dict_in_generate=True), "return_dict_in_generate is not"),
+    (dict(cache_implementation="quantized"), "cache_implementation is not"),
+    (dict(max_cache_len=10**9), "max_cache_len is not"),
+    (dict(prompt_lookup_num_tokens=10**9), "prompt_lookup_num_tokens is not"),
+    (dict(bad_words_ids=[[10**9]]), "bad_words_ids is not"),
+    (dict(penalty_alpha=0.6), "penalty_alpha is not"),
+    (dict(validate=5), "validate is not"),
+    (dict(eos_token_id="x"), 'eos_token_id is "x", needs'),
+    (dict(repetition_penalty=0), "repetition_penalty is 0, needs"),
+    (dict(temperature=10**400), "temperature is 1000"),
+]
+
+
+@pytest.mark.parametrize(("config", "told"), CONFIGS, ids=lambda each: next(iter(each), ""))
+def test_what_a_generation_config_must_not_ask_is_told(config, told):
+    """A million beams end the process for want of memory; others ended in internal errors."""
+    assert problem_of(dict(generation_config=json.dumps(config))).startswith(
+        f"generation_config: {told}"
+    )
+
+
+def test_a_generation_config_written_by_transformers_is_served():
+    config = GenerationConfig(
+        do_sample=True, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, max_new_tokens=9,
+        num_beams=2, repetition_penalty=1.1, eos_token_id=[3, 4], length_penalty=2.0,
+    )  # fmt: skip
+    for diff in (True, False):
+        body = dict(generation_config=config.to_json_string(use_diff=diff))
+        assert problem_of(body) == ""
+        assert "beams are not streamed" in problem_of(body | dict(stream=True))
+
+
+def test_a_bias_of_tokens_that_the_model_has_not_is_told():
+    assert bias_problem(dict(logit_bias={"300": 1}), 300).startswith("logit_bias has the token 300")
+    assert not bias_problem(dict(logit_bias={"299": 1}), 300) and not bias_problem({}, 300)
 
 
 def free_port() -> int:
@@ -345,6 +390,12 @@ def test_requests_alone_are_biased_and_what_a_policy_refuses_is_told(tmp_path, c
         config = json.dumps(dict(output_attentions=True, return_dict_in_generate=True))
         status, answer = server.chat(str(checkpoint), generation_config=config)
         assert status == 400 and "output_attentions" in json.loads(answer)["error"]["message"]
+        assert server.chat(str(checkpoint), logit_bias={"300": 1})[0] == 400
+        config = json.dumps(dict(num_beams=2, repetition_penalty=1.2))
+        long = [dict(role="user", content="x" * 60)]  # beyond generate's own default of max_length
+        asked = dict(generation_config=config, messages=long, max_tokens=None)
+        status, answer = server.chat(str(checkpoint), **asked)
+        assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 1024
 
 
 def attempt(server: Server, asked: dict) -> str:

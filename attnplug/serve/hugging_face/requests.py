@@ -2,7 +2,7 @@
 of it in silence and ends others with an internal error."""
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -49,29 +49,58 @@ def problem_of(body: Mapping[str, Any]) -> str:
     for name, (is_valid, needed) in CHECKS.items():
         if name in body and body[name] is not None and not is_valid(body[name]):
             return f"{name} is {json.dumps(body[name])}, needs {needed}"
-    return _config_problem(body.get("generation_config"))
+    problem = _config_problem(body.get("generation_config"), body.get("stream"))
+    return f"generation_config: {problem}" if problem else ""
 
 
-def _config_problem(text: str | None) -> str:
-    """What transformers has against a request's generation config, or ""."""
+def _config_problem(text: str | None, streams: Any) -> str:
+    """The same for a generation config, of which a request may set what CONFIG names: other fields
+    could take any time or memory, or need what only code can give."""
     if text is None:
         return ""
+    fields = json_of(text)
+    for name, value in fields.items():
+        if value is None or name in UNREAD or _is_default(name, value):
+            continue
+        if name not in CONFIG:
+            return f"{name} is not served here"
+        is_valid, needed = CONFIG[name]
+        if not is_valid(value):
+            return f"{name} is {json.dumps(value)}, needs {needed}"
+    if streams and (fields.get("num_beams") or 1) > 1:
+        return "num_beams is above 1, and beams are not streamed"
     try:
-        GenerationConfig(**json_of(text)).validate()
+        GenerationConfig(**fields).validate()
     except (TypeError, ValueError) as error:
-        return f"generation_config: {error}"
+        return str(error)
     return ""
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a generation config that does not name the field has that value."""
+    plain = GenerationConfig._get_default_generation_params().get(name)
+    return type(value) is type(plain) and value == plain
 
 
 def length_problem(body: Mapping[str, Any], reads: int | None) -> str:
     """The same for how many tokens a request may come to; `reads`: those that the model reads. A
     row without an end would stay in the batch where its client has gone away."""
-    for name in LENGTHS:
-        asked = body.get(name)
+    config: Any = body.get("generation_config")
+    within = json_of(config) if is_object(config) else {}
+    for name in (*LENGTHS, NEW):
+        asked = within.get(name) if name == NEW else body.get(name)
         if type(asked) is int and asked > (MOST if reads is None else reads):
             told = "a row has an end" if reads is None else f"the model reads {reads:,}"
             return f"{name} is {asked}, and {told}"
     return ""
+
+
+def bias_problem(body: Mapping[str, Any], tokens: int) -> str:
+    """The same for the bias of tokens of a vocabulary of `tokens`."""
+    strange = next((x for x in body.get("logit_bias") or {} if int(x) >= tokens), None)
+    if strange is None:
+        return ""
+    return f"logit_bias has the token {strange}, and the model has {tokens:,} tokens"
 
 
 def is_long(body: Any) -> bool:
@@ -145,7 +174,7 @@ def input_problem(body: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= FLOAT_MAX
 
 
 def _positive(value: Any) -> bool:
@@ -208,17 +237,36 @@ def _is_stop(value: Any) -> bool:
     return bool(texts) and all(isinstance(text, str) and text for text in texts)
 
 
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_share(value: Any) -> bool:
+    return _number(value) and 0 < value <= 1
+
+
+def _are_ends(value: Any) -> bool:
+    ends = value if isinstance(value, list) else [value]
+    return bool(ends) and all(type(x) is int and 0 <= x < INT32 for x in ends)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < INT32
+
+
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+NEW = "max_new_tokens"
+FLOAT_MAX, INT32 = sys.float_info.max, 2**31
 SHORT = 1 << 17  # characters that take no time to speak of
 MOST = 1 << 24  # tokens of an answer, of a model that does not say how many it reads
 TOKENS: Check = (_positive, "an integer of at least 1")
 CHECKS: dict[str, Check] = {
     "temperature": (lambda x: _number(x) and 0 <= x <= 2, "a number from 0 to 2"),
-    "top_p": (lambda x: _number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
+    "top_p": (_is_share, "a number above 0 and at most 1"),
     "frequency_penalty": (lambda x: _number(x) and -1 < x <= 2, "a number above -1, at most 2"),
     **dict.fromkeys(LENGTHS, TOKENS),
     "seed": (lambda x: type(x) is int and -(2**63) <= x < 2**64, "an integer of 64 bits"),
-    "stream": (lambda x: type(x) is bool, "true or false"),
+    "stream": (_is_bool, "true or false"),
     "stop": (_is_stop, "a string, or a list of strings"),
     "logit_bias": (_is_bias, "an object from token ids to numbers"),
     "tools": (_is_objects, "a list of objects"),
@@ -227,3 +275,29 @@ CHECKS: dict[str, Check] = {
     "instructions": (_is_text, "a string"),
     "generation_config": (is_object, "the JSON text of an object"),
 }
+BEAMS = 16
+COUNT: Check = (_count, "an integer from 0 to 2147483647")
+# What a request's generation config may set, where requests are answered one by one.
+CONFIG: dict[str, Check] = {
+    NEW: TOKENS,
+    "min_new_tokens": COUNT,
+    "no_repeat_ngram_size": COUNT,
+    "top_k": COUNT,
+    "temperature": CHECKS["temperature"],
+    "top_p": CHECKS["top_p"],
+    "typical_p": CHECKS["top_p"],
+    **dict.fromkeys(
+        ("min_p", "epsilon_cutoff", "eta_cutoff"),
+        (lambda x: _number(x) and 0 <= x < 1, "a number from 0, below 1"),
+    ),
+    "repetition_penalty": (lambda x: _number(x) and 0 < x <= 10, "a number above 0, at most 10"),
+    "length_penalty": (lambda x: _number(x) and abs(x) <= 10, "a number from -10 to 10"),
+    "num_beams": (lambda x: type(x) is int and 1 <= x <= BEAMS, f"an integer from 1 to {BEAMS}"),
+    "early_stopping": (lambda x: type(x) is bool or x == "never", 'true, false or "never"'),
+    "eos_token_id": (_are_ends, "a token, or a list of tokens"),
+    **dict.fromkeys(
+        ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"),
+        (_is_bool, "true or false"),
+    ),
+}
+UNREAD = ("transformers_version", "_from_model_config")  # generate asks none of them

@@ -22,6 +22,7 @@ from attnplug.models.layers import positions
 from attnplug.models.pretrained import WEIGHTS, fetch
 from attnplug.serve.hugging_face.requests import (
     MOST,
+    bias_problem,
     input_problem,
     is_long,
     is_object,
@@ -32,6 +33,7 @@ from attnplug.serve.hugging_face.requests import (
     texts_problem,
 )
 
+NEW_TOKENS = 1024  # where a request does not say how many, as transformers' server has it
 GRACE = 3.0  # seconds that each part of the server has for its end
 # Routes of transformers' server that load, drop and list models, of which this server has one, and
 # routes that answer with something else than text.
@@ -182,7 +184,8 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
         if asked is not None and asked not in names:
             raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
         _, loaded, *rest = resolve({**body, "model": source})
-        problem = length_problem(body, positions(loaded.config))
+        tokens = loaded.config.get_text_config(decoder=True).vocab_size
+        problem = length_problem(body, positions(loaded.config)) or bias_problem(body, tokens)
         if is_batched(loaded, rest[0]):
             problem = problem or batch_problem(body)
         if problem:
@@ -192,6 +195,8 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
     def build_config(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         # without the seed, which transformers would set for all requests
         config = build({**body, "seed": None}, *args, **kwargs)
+        if config.max_new_tokens is None:  # of a request's own config, which does not say
+            config.max_new_tokens = NEW_TOKENS
         set_sampling(config, body, seeds)
         return config
 
