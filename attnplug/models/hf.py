@@ -19,12 +19,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from attnplug.call import AttentionCall, EdgeWriter, Served, Serves, causal_mask
-from attnplug.errors import GradientError, PolicyError, UnsupportedCallError
+from attnplug.errors import PolicyError, UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
 from attnplug.models.bands import sdpa_in_bands
 from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
 from attnplug.models.own_code import eager_function
+from attnplug.models.refusals import refuse_options
 from attnplug.models.sync import may_sync
 from attnplug.models.walk import all_modules
 
@@ -260,24 +261,6 @@ def plug_attention(
     queries = 1 if call.is_step else query.shape[2]
     binding.note_served(queries, Served(call.served_by, call.why_dense), state)
     return out.transpose(1, 2).contiguous(), None
-
-
-def refuse_options(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise for what no attention of attnplug serves: gradients, dropout, attention weights."""
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise GradientError(
-            "attnplug is inference only, and this forward pass records gradients. Call the model "
-            "under torch.no_grad() or torch.inference_mode()."
-        )
-    if dropout:
-        raise UnsupportedCallError(
-            f"attention dropout is {dropout}: attnplug is inference only. Call model.eval() first."
-        )
-    if kwargs.get("output_attentions"):
-        raise UnsupportedCallError(
-            "output_attentions=True: attnplug never builds the attention matrix. Remove the policy "
-            "(attnplug.remove) and load the model with attn_implementation='eager' to see it."
-        )
 
 
 def as_autocast(

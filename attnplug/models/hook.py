@@ -25,6 +25,7 @@ from attnplug.models.names import (
     FRESH_ARGUMENT,
     STATE_ARGUMENT,
 )
+from attnplug.models.refusals import refuse_layer
 from attnplug.models.sync import may_sync
 
 
@@ -69,8 +70,10 @@ class PolicyHook(ModelHook):
         cache = _cache_in(kwargs)
         if cache is not None:
             self._refuse_other_slot(module)
+            hidden = _hidden_states(args, kwargs)
+            refuse_layer(module, hidden, kwargs)
             state = kwargs[STATE_ARGUMENT] = state_of(cache, self.layer_index)
-            tokens = _hidden_states(args, kwargs).shape[1]
+            tokens = hidden.shape[1]
             if tokens == 1 and self._may_defer(module, cache, state):
                 state.defer_next = True
             if tokens > 1 and not torch.compiler.is_compiling():

@@ -24,7 +24,6 @@ from attnplug.models.hf import (
     SERVES,
     as_autocast,
     binding_of,
-    refuse_options,
     stock_function,
 )
 from attnplug.models.instance_method import put_forward, put_method, take_methods
@@ -67,6 +66,7 @@ from attnplug.models.picked_pools import (
     unbind_pools,
     why_not_pools,
 )
+from attnplug.models.refusals import refuse_options
 from attnplug.models.rewritten import Forward, body_of, rewritten, run_rewritten
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width

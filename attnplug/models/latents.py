@@ -20,7 +20,6 @@ from attnplug.models.hf import (
     is_exotic,
     plug_attention,
     plug_mask,
-    refuse_options,
     refuse_unknown_keys,
     set_key_mask,
     stock_attention,
@@ -30,6 +29,7 @@ from attnplug.models.instance_method import is_put, put_method
 from attnplug.models.known_latents import ends_as_known, expands_as_known
 from attnplug.models.names import LATENT_NAME
 from attnplug.models.own_code import why_method_replaced, why_watched
+from attnplug.models.refusals import refuse_options
 from attnplug.models.user_hooks import is_hooked
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.latent.latent_attention import WIDEST_LATENT, WIDEST_ROPE

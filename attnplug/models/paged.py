@@ -20,8 +20,9 @@ from transformers import AttentionInterface
 
 from attnplug.call import AttentionCall, PagedCall, Served, band_mask
 from attnplug.errors import UnsupportedCallError
-from attnplug.models.hf import binding_of, refuse_options, stock_attention
+from attnplug.models.hf import binding_of, stock_attention
 from attnplug.models.names import CACHE, PAGED_NAMES
+from attnplug.models.refusals import refuse_options
 
 KEPT = "_attnplug_kept"
 # From 5.24 on a module has the paged cache write its keys; before, its attention has.

@@ -30,7 +30,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sliding
 from attnplug.call import EntrySizes, LatentCall, PickedEntries, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.compact import index_mask, is_compact, key_mask
-from attnplug.models.hf import SERVES, binding_of, refuse_options, stock_function
+from attnplug.models.hf import SERVES, binding_of, stock_function
 from attnplug.models.instance_method import put_forward, put_method, take_methods
 from attnplug.models.names import ENTRIES_NAME
 from attnplug.models.own_code import (
@@ -40,6 +40,7 @@ from attnplug.models.own_code import (
     why_replaced,
     why_watched,
 )
+from attnplug.models.refusals import refuse_options
 from attnplug.models.rewritten import Forward, body_of, rewritten, run_rewritten
 from attnplug.models.walk import has_moving_rope
 from attnplug.ops import index_topk

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from attnplug.call import LatentCall, Served
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.compact import lengths_of
-from attnplug.models.hf import Binding, as_autocast, refuse_options
+from attnplug.models.hf import Binding, as_autocast
 from attnplug.models.instance_method import put_forward, put_method, take_methods
 from attnplug.models.known_latents import expands_as_known
 from attnplug.models.known_pools import PICKS, picks_as_known, reads_as_known
@@ -30,6 +30,7 @@ from attnplug.models.latents import (
     why_not_weight,
 )
 from attnplug.models.own_code import why_method_replaced, why_replaced
+from attnplug.models.refusals import refuse_options
 from attnplug.ops import index_topk
 from attnplug.ops.common.checks import why_not_width
 from attnplug.ops.common.sizes import cdiv

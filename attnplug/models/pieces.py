@@ -26,10 +26,10 @@ from attnplug.models.hf import (
     as_autocast,
     binding_of,
     bindings_of,
-    refuse_options,
     stock_attention,
 )
 from attnplug.models.names import ATTENTION_NAMES, PIECES_NAME
+from attnplug.models.refusals import refuse_options
 from attnplug.models.switch import ATTENTION
 from attnplug.models.walk import has_moving_rope
 

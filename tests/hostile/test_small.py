@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import attnplug
+from attnplug.models.names import CACHE
 from attnplug.testing.policy import tiny_model
 
 IDS = torch.randint(2, 90, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -46,6 +48,31 @@ def test_a_truth_value_is_no_layer(key):
     with pytest.raises(attnplug.PolicyError, match=rf"the key {key} is a bool; use a layer index"):
         attnplug.apply(model, {key: "dense"})
     assert model.config._attn_implementation == "sdpa"
+
+
+REFUSED = {
+    "gradients": (attnplug.GradientError, torch.enable_grad, {}),
+    "dropout": (attnplug.UnsupportedCallError, torch.no_grad, {}),
+    "weights": (attnplug.UnsupportedCallError, torch.no_grad, dict(output_attentions=True)),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("kind", ["make_cache", "dynamic"])
+def test_a_refused_call_leaves_no_token_in_the_cache(why, kind):
+    """The user does what the error says, and goes on with the same cache."""
+    error, mode, options = REFUSED[why]
+    model = attnplug.apply(tiny_model(attention_dropout=0.5), "dense")
+    cache = attnplug.make_cache(model, 40) if kind == "make_cache" else DynamicCache()
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        first = model(IDS[:, :8], **{CACHE: cache}).logits
+    model.train(why == "dropout")
+    with mode(), pytest.raises(error):
+        model(IDS[:, 8:], **{CACHE: cache}, **options)
+    with torch.no_grad():
+        found = torch.cat([first, model.eval()(IDS[:, 8:], **{CACHE: cache}).logits], 1)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
 class Wrapper(torch.nn.Module):
