@@ -50,6 +50,7 @@ from attnplug.models.regional import LayeredStep
 from attnplug.models.rounds import RoundSteps, drafts_of
 from attnplug.models.sliding import (
     SlidingLayer,
+    catch_up,
     in_rounds,
     note_steps,
     sliding_layers,
@@ -237,7 +238,7 @@ class Decoding:
             mask = torch.ones_like(self.prompt, dtype=torch.bool)  # rounds leave holes
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
         shape = self._shape(mask, drafts)
-        buffers = loop.take(*shape)
+        buffers, end = loop.take(*shape), None
         try:
             self._begin(buffers, mask)
             with self._steps(loop, buffers, mask, drafts):
@@ -248,6 +249,8 @@ class Decoding:
                 end = decode(step, buffers, logits)
         finally:
             loop.give_back(buffers, *shape)
+            if end is None:  # such as Ctrl-C: whoever has the cache may go on with it
+                catch_up(self.cache.layers)
         return self._result(end)
 
     @contextmanager

@@ -6,7 +6,7 @@ generate decodes in rounds, a round's tokens stay beside the windows until it is
 are accepted (`Round`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -260,6 +260,15 @@ def note_steps(layers: Iterable[Any], steps: int) -> None:
     """Tell these layers' windows how many tokens they have taken while `stepping`."""
     for layer in sliding_layers(layers):
         layer.cumulative_length_int += steps
+
+
+def catch_up(layers: Sequence[Any]) -> None:
+    """Tell windows of the steps of a call that was interrupted while `stepping`, by the tokens of a
+    full-attention layer."""
+    windows = sliding_layers(layers)
+    if windows:
+        full = next(layer for layer in layers if layer not in windows)
+        note_steps(windows, int(full.cumulative_length) - windows[0].cumulative_length_int)
 
 
 def window_mask(layers: Iterable[Any], real: torch.Tensor | None, rows: int) -> torch.Tensor | None:

@@ -18,6 +18,7 @@ from attnplug.models import captured, decode_loop
 from attnplug.models.decode_loop import DecodeLoop
 from attnplug.models.generate import LOOP
 from attnplug.models.loop_calls import unserved_model
+from attnplug.models.names import CACHE
 from attnplug.models.sliding import SlidingLayer, roll_in, stepping
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -167,3 +168,32 @@ def test_captured_windows_give_the_tokens_of_those_that_are_not(window, backend,
     assert isinstance(loop, DecodeLoop) and attnplug.report(model).loop == ""
     if backend == "cudagraphs":
         assert isinstance(loop.step, captured.CapturedStep) and loop.step.replay is not None
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_cache_of_an_interrupted_call_knows_its_tokens(window):
+    """Ctrl-C between two steps, and another call with the cache."""
+    model = model_of("gemma3", window)
+    ids = torch.randint(41, 97, (2, 24), generator=torch.Generator().manual_seed(2))
+    options = dict(max_new_tokens=12, do_sample=False)
+    tokens = model.generate(ids, **options)
+    attnplug.apply(model, GATHER)
+    cache = model.generate(
+        ids[:, :20], return_dict_in_generate=True, **options | dict(max_new_tokens=1)
+    )[CACHE]
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, **{CACHE: cache}, **options)
+    hook.remove()
+    assert int(cache.get_seq_length(1)) == 24 + 4
+    again = torch.cat([tokens[:, :28], ids[:, :3]], 1)
+    found = model.generate(again, **{CACHE: cache}, **options)
+    attnplug.remove(model)
+    assert torch.equal(found, model.generate(again, **options))
