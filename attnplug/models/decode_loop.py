@@ -238,7 +238,7 @@ class Decoding:
             mask = torch.ones_like(self.prompt, dtype=torch.bool)  # rounds leave holes
         self.lag = LAG.get(self.device.type, 0) if compiles and self._may_overrun() else 0
         shape = self._shape(mask, drafts)
-        buffers, end = loop.take(*shape), None
+        buffers, end = loop.take(*shape), -1
         try:
             self._begin(buffers, mask)
             with self._steps(loop, buffers, mask, drafts):
@@ -249,7 +249,7 @@ class Decoding:
                 end = decode(step, buffers, logits)
         finally:
             loop.give_back(buffers, *shape)
-            if end is None:  # such as Ctrl-C: whoever has the cache may go on with it
+            if end < 0:  # such as Ctrl-C: whoever has the cache may go on with it
                 catch_up(self.cache.layers)
         return self._result(end)
 
