@@ -28,11 +28,11 @@ import attnplug
 from attnplug.cli import app
 from attnplug.serve import hugging_face
 from attnplug.serve.hugging_face.requests import (
-    bias_problem,
     input_problem,
     length_problem,
     messages_problem,
     problem_of,
+    vocabulary_problem,
 )
 
 NEEDED = pytest.mark.skipif(not is_serve_available(), reason="pip install 'attnplug[serve]'")
@@ -143,7 +143,8 @@ CONFIGS = [
     (dict(cache_implementation="quantized"), "cache_implementation is not"),
     (dict(max_cache_len=10**9), "max_cache_len is not"),
     (dict(prompt_lookup_num_tokens=10**9), "prompt_lookup_num_tokens is not"),
-    (dict(bad_words_ids=[[10**9]]), "bad_words_ids is not"),
+    (dict(bad_words_ids=[[]]), "bad_words_ids is [[]], needs a list of lists of tokens"),
+    (dict(suppress_tokens=3), "suppress_tokens is 3, needs a list of tokens"),
     (dict(penalty_alpha=0.6), "penalty_alpha is not"),
     (dict(validate=5), "validate is not"),
     (dict(eos_token_id="x"), 'eos_token_id is "x", needs'),
@@ -164,6 +165,7 @@ def test_a_generation_config_written_by_transformers_is_served():
     config = GenerationConfig(
         do_sample=True, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, max_new_tokens=9,
         num_beams=2, repetition_penalty=1.1, eos_token_id=[3, 4], length_penalty=2.0,
+        suppress_tokens=[5], bad_words_ids=[[6, 7]],
     )  # fmt: skip
     for diff in (True, False):
         body = dict(generation_config=config.to_json_string(use_diff=diff))
@@ -171,9 +173,17 @@ def test_a_generation_config_written_by_transformers_is_served():
         assert "beams are not streamed" in problem_of(body | dict(stream=True))
 
 
-def test_a_bias_of_tokens_that_the_model_has_not_is_told():
-    assert bias_problem(dict(logit_bias={"300": 1}), 300).startswith("logit_bias has the token 300")
-    assert not bias_problem(dict(logit_bias={"299": 1}), 300) and not bias_problem({}, 300)
+@pytest.mark.parametrize("name", ["logit_bias", "suppress_tokens", "bad_words_ids"])
+def test_tokens_that_the_model_has_not_are_told(name):
+    def asks(token):
+        config = {"suppress_tokens": [3, token], "bad_words_ids": [[3], [4, token]]}
+        if name == "logit_bias":
+            return {name: {str(token): 1}}
+        return {"generation_config": json.dumps({name: config[name]})}
+
+    told = f"{name} has the token 300, and the model has 300 tokens"
+    assert vocabulary_problem(asks(300), 300) == told and problem_of(asks(300)) == ""
+    assert vocabulary_problem(asks(299), 300) == vocabulary_problem({}, 300) == ""
 
 
 def free_port() -> int:

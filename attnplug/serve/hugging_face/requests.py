@@ -85,8 +85,7 @@ def _is_default(name: str, value: Any) -> bool:
 def length_problem(body: Mapping[str, Any], reads: int | None) -> str:
     """The same for how many tokens a request may come to; `reads`: those that the model reads. A
     row without an end would stay in the batch where its client has gone away."""
-    config: Any = body.get("generation_config")
-    within = json_of(config) if is_object(config) else {}
+    within = _config_of(body)
     for name in (*LENGTHS, NEW):
         asked = within.get(name) if name == NEW else body.get(name)
         if type(asked) is int and asked > (MOST if reads is None else reads):
@@ -95,12 +94,26 @@ def length_problem(body: Mapping[str, Any], reads: int | None) -> str:
     return ""
 
 
-def bias_problem(body: Mapping[str, Any], tokens: int) -> str:
-    """The same for the bias of tokens of a vocabulary of `tokens`."""
-    strange = next((x for x in body.get("logit_bias") or {} if int(x) >= tokens), None)
-    if strange is None:
-        return ""
-    return f"logit_bias has the token {strange}, and the model has {tokens:,} tokens"
+def vocabulary_problem(body: Mapping[str, Any], tokens: int) -> str:
+    """The same for the tokens that a request names, of a vocabulary of `tokens`."""
+    within = _config_of(body)
+    words = within.get("bad_words_ids") or []
+    named = {
+        "logit_bias": map(int, body.get("logit_bias") or {}),
+        **{name: within.get(name) or [] for name in SUPPRESSED},
+        "bad_words_ids": (token for word in words for token in word),
+    }
+    for name, given in named.items():
+        strange = next((token for token in given if token >= tokens), None)
+        if strange is not None:
+            return f"{name} has the token {strange}, and the model has {tokens:,} tokens"
+    return ""
+
+
+def _config_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request's generation config."""
+    text: Any = body.get("generation_config")
+    return json_of(text) if is_object(text) else {}
 
 
 def is_long(body: Any) -> bool:
@@ -245,13 +258,20 @@ def _is_share(value: Any) -> bool:
     return _number(value) and 0 < value <= 1
 
 
-def _are_ends(value: Any) -> bool:
-    ends = value if isinstance(value, list) else [value]
-    return bool(ends) and all(type(x) is int and 0 <= x < INT32 for x in ends)
-
-
 def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < INT32
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_count, value))
+
+
+def _are_ends(value: Any) -> bool:
+    return _count(value) or _are_tokens(value)
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_are_tokens, value))
 
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -276,6 +296,7 @@ CHECKS: dict[str, Check] = {
     "generation_config": (is_object, "the JSON text of an object"),
 }
 BEAMS = 16
+SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
 COUNT: Check = (_count, "an integer from 0 to 2147483647")
 # What a request's generation config may set, where requests are answered one by one.
 CONFIG: dict[str, Check] = {
@@ -295,6 +316,8 @@ CONFIG: dict[str, Check] = {
     "num_beams": (lambda x: type(x) is int and 1 <= x <= BEAMS, f"an integer from 1 to {BEAMS}"),
     "early_stopping": (lambda x: type(x) is bool or x == "never", 'true, false or "never"'),
     "eos_token_id": (_are_ends, "a token, or a list of tokens"),
+    **dict.fromkeys(SUPPRESSED, (_are_tokens, "a list of tokens")),
+    "bad_words_ids": (_are_words, "a list of lists of tokens"),
     **dict.fromkeys(
         ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"),
         (_is_bool, "true or false"),

@@ -22,7 +22,6 @@ from attnplug.models.layers import positions
 from attnplug.models.pretrained import WEIGHTS, fetch
 from attnplug.serve.hugging_face.requests import (
     MOST,
-    bias_problem,
     input_problem,
     is_long,
     is_object,
@@ -31,6 +30,7 @@ from attnplug.serve.hugging_face.requests import (
     problem_of,
     prompt_problem,
     texts_problem,
+    vocabulary_problem,
 )
 
 NEW_TOKENS = 1024  # where a request does not say how many, as transformers' server has it
@@ -185,7 +185,7 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
             raise HTTPException(404, f"no model {asked!r} here, which serves {' and '.join(names)}")
         _, loaded, *rest = resolve({**body, "model": source})
         tokens = loaded.config.get_text_config(decoder=True).vocab_size
-        problem = length_problem(body, positions(loaded.config)) or bias_problem(body, tokens)
+        problem = length_problem(body, positions(loaded.config)) or vocabulary_problem(body, tokens)
         if is_batched(loaded, rest[0]):
             problem = problem or batch_problem(body)
         if problem:
