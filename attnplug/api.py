@@ -37,7 +37,6 @@ from attnplug.models.generate import (
     bind_generate,
     last_call,
     own_cache,
-    refuse_strangers,
     unbind_generate,
 )
 from attnplug.models.hf import BINDING, Binding, binding_of, bindings_of, register_names
@@ -56,6 +55,7 @@ from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.running import between_calls
 from attnplug.models.served import last_served
+from attnplug.models.strangers import refuse_strangers
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse

@@ -22,6 +22,7 @@ from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
 from attnplug.models.picked_compressed import PICK_METHOD
 from attnplug.models.picked_entries import ATTEND_METHOD
+from attnplug.models.strangers import refuse_strangers
 from attnplug.models.switch import ATTENTION
 
 INIT_METHOD = "init_continuous_batching"
@@ -113,6 +114,7 @@ def _refuse_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     """What `generate_batch` and `transformers serve` call: a manager that serves the policy."""
+    refuse_strangers(model)
     _settle(model)
     if SESSION in vars(model):
         raise UnsupportedCallError("continuous batching runs on this model already: stop it first")

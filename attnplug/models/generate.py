@@ -22,7 +22,6 @@ from attnplug.models.growth import GrowingCache, Growth, first_room
 from attnplug.models.hf import binding_of
 from attnplug.models.instance_method import put_method
 from attnplug.models.layer_kernels import KERNELS, LayerKernels, prompt_kernels
-from attnplug.models.layers import is_attention
 from attnplug.models.lent import Prompt
 from attnplug.models.loop_calls import (
     ARGUMENTS,
@@ -36,8 +35,8 @@ from attnplug.models.picked_entries import reads_entries
 from attnplug.models.running import running
 from attnplug.models.served import forget_served, note_steps
 from attnplug.models.static import has_no_static_layers, static_cache
+from attnplug.models.strangers import refuse_strangers
 from attnplug.models.user_hooks import user_hooks
-from attnplug.models.walk import all_modules
 
 BOUND = "_attnplug_bound"  # the modules whose attention a policy may serve
 LAYER_MAKER = "_attnplug_make_layer"
@@ -334,20 +333,6 @@ def _drafted(model: Any) -> int:
     """Tokens that a round may write past the final length before it takes them back."""
     policies = [b.policy for m in vars(model)[BOUND] if (b := binding_of(m)) is not None]
     return max((each.rounds() for each in policies if each is not None), default=0)
-
-
-def refuse_strangers(model: torch.nn.Module) -> None:
-    """Raise UnsupportedCallError where an attention layer has come to the model since `apply`. Its
-    own attention would get masks and caches that are made for attnplug's."""
-    for module in all_modules(model):
-        if "layer_idx" not in vars(module):  # most, of which the rest would take a call's time
-            continue
-        if is_attention(module) and binding_of(module) is None:
-            name = next(name for name, each in model.named_modules() if each is module)
-            raise UnsupportedCallError(
-                f"{name} was put there after apply, unknown to the policy. Call "
-                "attnplug.remove(model) and apply again."
-            )
 
 
 def _croppable(cache: Cache) -> bool:

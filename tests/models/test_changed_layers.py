@@ -94,6 +94,8 @@ def test_generate_refuses_a_layer_that_came_later(change, device):
         tokens_of(model, tokens=TOKENS)
     with pytest.raises(UnsupportedCallError, match=AGAIN):
         attnplug.make_cache(model, 2 * TOKENS)
+    with pytest.raises(UnsupportedCallError, match=AGAIN):
+        model.init_continuous_batching()
     attnplug.remove(model)
     wanted = tokens_of(model, tokens=TOKENS, disable_compile=True)
     attnplug.apply(model, GATHER)
