@@ -17,8 +17,18 @@ CALLS = {
     "vllm-load": "{batch} requests in vLLM",
 }
 MODELS = {"28/4": "Qwen2.5-7B", "32/8": "Llama-3.1-8B"}  # whose shapes whole calls are timed in
+
+
+def _rounds(row: Row) -> str:
+    """Of a token that exact makes: which of its drafts the bench has accepted."""
+    if (row["op"], row["case"]) != ("exact", "generate"):
+        return ""
+    rows = f" of each of {row['batch']} rows" if row["batch"] > 1 else ""
+    return f"{rows}, {row['options']}"
+
+
 CALL_COLUMNS: list[Column] = [
-    ("what", lambda row: CALLS[row["case"]].format(**row)),
+    ("what", lambda row: CALLS[row["case"]].format(**row) + _rounds(row)),
     ("shape", lambda row: MODELS[heads(row)]),
 ]
 

@@ -71,12 +71,10 @@ def rows_of_steps(steps: list[Call]) -> list[Call]:
         if step["imposed"] is not None:
             policy = step["policy"].replace("draft='gather', m='auto'", "").replace("()", "")
             share, time = step["imposed"], np.array([1e3 * step["ms_a_token"]])
-            accepted = (
-                f"each draft by {share}" if isinstance(share, float) else f"{share} drafts a round"
-            )
+            chance = f"drafts accepted with chance {share}"
+            accepted = chance if isinstance(share, float) else f"{share} drafts accepted a round"
             call = step | {"policy": policy}
-            options = f"accepts {accepted}"
-            rows.append(_result("generate", call, options, "dense", time, dense[place(step)]))
+            rows.append(_result("generate", call, accepted, "dense", time, dense[place(step)]))
     return rows
 
 

@@ -54,6 +54,6 @@ def test_exacts_steps_are_compared_with_dense_and_say_what_was_accepted():
     other = dense | {"batch": 8, "ms_a_token": 9.0}
     rows = rows_of_steps([other, dense, draft, mine | {"imposed": 0.5}, mine | {"imposed": 8}])
     assert [(r["op"], r["policy"], r["options"], r["ratio"]) for r in rows] == [
-        ("exact", "exact", "accepts each draft by 0.5", 1.5),
-        ("exact", "exact", "accepts 8 drafts a round", 1.5),
+        ("exact", "exact", "drafts accepted with chance 0.5", 1.5),
+        ("exact", "exact", "8 drafts accepted a round", 1.5),
     ]
