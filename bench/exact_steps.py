@@ -39,8 +39,8 @@ PROMPT, SHORT, LONG, LONGER = 20, 40, 110, 440
 @contextmanager
 def accepting(share: int | float) -> Iterator[None]:
     """Within it every round accepts `share` drafts of each row, or each draft behind accepted ones
-    with the chance `share`, and the caches that this bench has filled count as generate's own,
-    which nobody sees again."""
+    with the chance `share`. The caches that this bench has filled count as generate's own, which
+    nobody sees again, and a call of any length as long enough for rounds."""
     own, kept, ready = round_steps.settle, Decoding.is_kept, pace.READY
 
     def settle(cache: Any, tokens: torch.Tensor, *state: Any) -> None:

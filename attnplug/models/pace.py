@@ -17,12 +17,11 @@ ENOUGH_DRAFTS = 6  # that dense has judged before rounds may end: a call begins 
 # Rounds end for good where they promise less than this of what dense steps give: by less, chance
 # alone would end them in a long answer.
 ENOUGH = 0.95
-# What an H200 reads while its host makes a layer's step ready, which runs once as it is and is then
-# captured: 0.1 s of 28 layers of 7 billion weights. Rounds have two such steps where dense has one.
+# Bytes that an H200 reads while its host makes a step ready, for each layer of the model: a step
+# runs once as it is and is then captured, in 0.1 s for the 28 layers of a model of 7 billion
+# weights. Rounds have two such steps where dense has one.
 READY = 12 << 30
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # in configs
-
-
 # A batch's verification reads a key mask as well, and moves what the rows have not accepted.
 IN_A_BATCH = 1.15
 
@@ -40,13 +39,13 @@ def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -
     """What steps cost over caches of `tokens` tokens. A draft reads the model's weights, a dense
     step the cache as well, a byte of which took an H200 half of a weight's time, and a verification
     the same for several queries (bench/exact-steps-h200.json)."""
-    layers = list(layers)
     buffers = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
     rows = max((len(x) for x in buffers), default=1)
     weights = max(1, _weights_of(model, rows))
     ratio = sum(x[:, :, :tokens].nbytes for x in buffers) / weights
     verification = (1 + 0.6 * ratio) * (IN_A_BATCH if rows > 1 else 1)
-    return Costs(1 + 0.5 * ratio, verification, READY * len(layers) / weights)
+    count = model.config.get_text_config().num_hidden_layers  # sliding windows, too
+    return Costs(1 + 0.5 * ratio, verification, READY * count / weights)
 
 
 def _weights_of(model: PreTrainedModel, rows: int) -> float:

@@ -10,8 +10,9 @@ and the random state ends where dense's would.
 Where nothing of the host is wanted between two rounds, the first draft of the next one runs while
 the host reads what the last one has come to.
 
-Where a policy has chosen rounds itself, and dense accepts too few drafts for them to pay, they end:
-dense steps decode the rest of the call.
+Where a policy has chosen rounds itself, a call of too few tokens to make up for their second step
+has none. If dense accepts too few drafts for rounds to pay, they end: dense steps decode the rest
+of the call.
 
 Rows of a batch accept different numbers of drafts. All of them then keep the slots of the whole
 round, and a key mask hides what a row did not accept: a row's tokens stay in order, with holes
@@ -51,11 +52,11 @@ def drafts_of(call: Any, masked: bool) -> int:
     if counts <= {0}:
         return 0
     why = "layers of several policies" if len(counts) > 1 else _why_not(call, masked, max(counts))
-    why = why or _too_short(call, max(counts))
     for module, binding in served.items():
         state = state_of(call.cache, module.layer_idx)
         why = why or binding.policy.serves_steps(state).why
         why = why or ("its trace is recorded" if binding.trace_to is not None else "")
+    why = why or _too_short(call, max(counts))
     for layer in full_layers(call.cache):
         layer.no_rounds = why
     for binding in served.values() if why else ():

@@ -50,8 +50,8 @@ class Exact(DenseBelow):
     its cache on the GPU. m: drafts a round, or "auto", which chooses from 1 to 8 for each round by
     how many were accepted before, and by what the cache weighs beside the weights. min_tokens:
     caches with room for fewer tokens are decoded by dense steps. None is the crossover that was
-    measured on the kind of device; where dense accepts too few drafts for rounds to pay, dense
-    steps then decode the rest of a call.
+    measured on the kind of device; dense steps then also decode calls of too few new tokens for
+    rounds to pay, and the rest of a call once dense has accepted too few drafts for that.
 
     Rounds are made in the loop that attnplug runs for `generate`, where layers have full attention
     or sliding windows that the prompt fills. Each row of a batch accepts its own number of drafts.

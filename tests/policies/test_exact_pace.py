@@ -288,6 +288,15 @@ def test_the_second_step_must_pay(model, chosen, monkeypatch):
         assert tally(model).rounds > 0
 
 
+def test_a_cache_below_the_crossover_is_not_weighed(model, monkeypatch):
+    """Its room is the reason, whatever rounds would cost."""
+    monkeypatch.setattr(rounds, "pace_of", None)
+    with attnplug.applied(model, "exact"):
+        call(model, new=4)
+        (why,) = {each.decode for each in attnplug.report(model).last}
+    assert "worth while" in why or "it serves from" in why
+
+
 def test_few_tokens_are_left_to_rounds_that_do_not_pay():
     """A dense step would take longer to be made ready than the tokens that are left."""
     costs = pace.Costs(1.5, 1.6, 6.0)
@@ -321,7 +330,9 @@ def test_costs_are_of_the_cache_beside_the_weights(model):
         with torch.no_grad():
             model(ids_of(200).to(model.device), past_key_values=cache)
         found = pace.costs_of(model, cache.layers, 100)
+        one = pace.costs_of(model, cache.layers[:1], 100)  # of a model with sliding windows
     held = sum(2 * layer.keys[:, :, :100].nbytes for layer in cache.layers)
     weights = sum(each.nbytes for each in model.parameters())
-    ready = pace.READY * len(cache.layers) / weights
+    ready = pace.READY * len(cache.layers) / weights  # the host makes all layers ready
     assert found == pytest.approx((1 + 0.5 * held / weights, 1 + 0.6 * held / weights, ready))
+    assert len(cache.layers) > 1 and one.ready == found.ready
