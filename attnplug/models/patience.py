@@ -138,8 +138,8 @@ class Replayable(TorchDispatchMode):
         return not self.HOST_TAGS.isdisjoint(getattr(func, "tags", ()))
 
     def _refuse_elsewhere(self, func: Any, values: Iterable[Any]) -> None:
-        """Of some thousand ops each time that a step is captured: torch's walk over a tree of
-        values takes longer than they do."""
+        """Raise NotReplayable if a tensor among the values is elsewhere. A capture asks this of
+        some thousand ops; torch's own walk over a tree of values would take longer than they do."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 if value.device != self.device and value.dim() > 0:
