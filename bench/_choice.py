@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from _plots import Row, bare, tokens
-from _served import serves_from
+from _served import is_served, serves_from
 from _tables import beyond_model
 
 from attnplug.eval.tasks import TASKS
@@ -79,9 +79,11 @@ def memory_of(timing: Sequence[Row], policy: str, n: int) -> float | None:
 
 
 def _call(timing: Sequence[Row], asked: str, n: int) -> str:
-    """How many times faster than dense a whole call is."""
+    """How many times faster than dense a whole call is, or that the default runs dense."""
     if asked == "dense":
         return "1.00x"
+    if not is_served({"case": "call", "policy": asked, "batch": 1, "n": n}):
+        return DENSE
     found = [
         row["ratio"]
         for row in timing

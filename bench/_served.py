@@ -22,7 +22,8 @@ SAME = {"tiered": "gather"}  # a row's `op` that is a method by another name
 
 def is_served(row: Row) -> bool:
     """Whether the row's policy, with the crossover of its options, is what runs a batch of the
-    row's size and length. Of an op alone, of dense and of a trace there is no such question."""
+    row's size and length; in a whole call, in either phase. Of an op alone, of dense and of a
+    trace there is no such question."""
     policy = row.get("policy") or ""
     if row["case"] == "call":  # has both phases
         found = _methods_of(policy)

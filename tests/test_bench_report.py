@@ -410,7 +410,7 @@ def test_which_method_when_is_made_of_one_string_each(report):
     kept = "0.400 beside 0.600; 1 of 2 tasks worse (needle-prose -0.20 to -0.02); 50 prompts"
     kept += "; perplexity 14.80 (14.70 to 14.90) beside 14.72"
     gather = "| [`gather`](there/gather.md) | caches of 65,536 | not yet"
-    assert f"{gather} | {kept} | not yet | not yet | not yet | **1.50x** | 125% |" in shown
+    assert f"{gather} | {kept} | not yet | runs dense | not yet | **1.50x** | 125% |" in shown
     both = "[`momo`](there/momo.md)+[`gather`](there/gather.md) | prompts of 16,384, caches of 65,"
     assert both in shown and "not yet | 0.98x | 125% |" in shown and "old" not in shown
     assert "| [`gvr`](there/gvr.md) | caches of 163,840 | not yet | runs dense | not yet" in shown
