@@ -28,8 +28,11 @@ if [ "$gpus" -gt 0 ] && [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ]; then
   export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
   mkdir -p /tmp/mps /tmp/mps-log
   # It would number the GPUs that it sees anew, and processes name those of the machine.
-  env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d || echo "no MPS: processes take turns" >&2
-  trap 'echo quit -t 5 | nvidia-cuda-mps-control' EXIT # it would wait for other calls' processes
+  if env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d; then
+    trap 'echo quit -t 5 | nvidia-cuda-mps-control' EXIT # it would wait for processes of other calls
+  else
+    echo "no MPS of this call's own" >&2
+  fi
 fi
 # Converted once, and not by every process.
 python3 -c 'import sys; from attnplug.models.pretrained import fetch; fetch(sys.argv[1])' \

@@ -18,6 +18,8 @@ import torch
 from attnplug.call import AttentionCall, LayerShape
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
+from attnplug.policies._gather_layers import GatherLayer
+from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies._sketch_layer import SPARE, SketchLayer
 from attnplug.policies.base import Phase
 from attnplug.policies.crossover import NEVER, DenseBelow
@@ -122,7 +124,14 @@ class Exact(DenseBelow):
         return f"{rounds}; {self.dense_caches(shape.device)}"
 
     def cache_layer(self, max_length: int) -> PlugLayer | None:
-        return self.drafter.cache_layer(max_length)
+        layer = self.drafter.cache_layer(max_length)
+        if isinstance(layer, (GvrLayer, SketchLayer)):
+            layer.serves = self._drafts
+        return layer
+
+    def _drafts(self, rows: int, size: int, device: torch.device) -> bool:
+        """Whether drafts are made over such a cache, so that it has their codes."""
+        return self.serves(rows, size, device) and self.drafter.serves(rows, size, device)
 
     @property
     def keeps_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -130,6 +139,9 @@ class Exact(DenseBelow):
 
     def note_queries(self, call: AttentionCall) -> None:
         layer = call.state
+        if isinstance(layer, GatherLayer):
+            if not self.serves(len(call.q), layer.max_cache_len, call.q.device):
+                return  # no draft asks for summaries
         if not (isinstance(layer, PlugLayer) and layer.round_part):
             self.drafter.note_queries(call)
         elif isinstance(layer, SketchLayer):  # steps summarise what is accepted

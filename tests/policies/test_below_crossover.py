@@ -11,6 +11,7 @@ from attnplug.testing import tiny_model
 
 FEW, MANY = 4, 12  # new tokens
 METHODS = ["gather", "sketch", "gvr", "certified", "exact", "momo", "auto", "momo+gvr"]
+METHODS += [f"exact(draft='{draft}')" for draft in ("gvr", "sketch(k=4, bytes=16)")]
 
 
 class Ops(TorchDispatchMode):
