@@ -19,7 +19,7 @@ from exact_cases import (
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import attnplug
-from attnplug.models import pace, rounds
+from attnplug.models import pace, round_steps, rounds
 from attnplug.policies import exact as policy
 from attnplug.testing import tiny_model
 
@@ -316,12 +316,17 @@ def test_costs_of_experts_are_of_those_that_tokens_go_to():
         assert stacked and pace._weights_of(mixtral, rows) == whole - (1 - share) * stacked
 
 
-def test_a_layer_that_never_runs_costs_nothing(model, chosen):
+def test_a_layer_that_never_runs_costs_nothing(model, chosen, monkeypatch):
+    """Its count of tokens is on the host, which a step must not ask."""
     model.model.layers = model.model.layers[:1]
     with attnplug.applied(model, "dense"):
         wanted, _ = call(model)
+    seen, own = [], round_steps.take_back
+    note = lambda layers, tokens: seen.extend(layers) or own(layers, tokens)  # noqa: E731
+    monkeypatch.setattr(round_steps, "take_back", note)
     with attnplug.applied(model, defaults("gather", 4)):
         assert call(model)[0] == wanted
+    assert seen and all(layer.is_initialized for layer in seen)
 
 
 def test_costs_are_of_the_cache_beside_the_weights(model):
