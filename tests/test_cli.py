@@ -403,3 +403,24 @@ def test_doctor_knows_vllm(monkeypatch, found, plugins, status, detail):
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     check = doctor._vllm()
     assert check.status == status and detail in check.detail
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("words", [[], ["--version"], ["plan", "smollm2-135m", "--json"]])
+def test_a_full_output_is_one_line(words):
+    code = "from attnplug.cli import app; app(prog_name='attnplug')"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code, *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode != 0
+    assert ended.stderr.startswith("error: [Errno 28]") and "Traceback" not in ended.stderr
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    code = "from attnplug.cli import app; app(prog_name='attnplug')"
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", code, "plan", "smollm2-135m", "--json"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert ended.returncode == 1 and ended.stderr == ""

@@ -3,7 +3,7 @@
 A command is a function of this folder. torch and transformers take seconds to import, so each
 command imports what it needs, and --help answers at once."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,14 +13,23 @@ from attnplug import __version__
 from attnplug.cli.engines import sglang, vllm
 from attnplug.cli.measure import bench, demo, doctor, eval, plan, report, tune
 from attnplug.cli.new_policy import new_policy
-from attnplug.cli.output import console
+from attnplug.cli.output import clear_errors, console
 from attnplug.cli.run import run
 from attnplug.cli.serve import serve
 from attnplug.cli.trace import trace
 
 __all__ = ["app"]
 
-app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
+
+class Commands(TyperGroup):
+    """Commands, of which each may find that nothing more can be printed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with clear_errors():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(name="attnplug", cls=Commands, pretty_exceptions_enable=False)
 for command in (demo, report, plan, eval, bench, tune, serve, new_policy, doctor):
     app.command()(command)
 # What follows -- is another program's: none of it is ours to read.

@@ -51,9 +51,12 @@ def quiet_log() -> Iterator[None]:
 
 @contextlib.contextmanager
 def clear_errors() -> Iterator[None]:
-    """Within it an error that a user can do something about is a line and exit code 1."""
+    """Within it an error that a user can do something about is a line and exit code 1. A reader
+    that has gone, such as `head`, is none: click ends without a word."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (AttnplugError, OSError) as error:  # a disk may fill while something is written
         print_error(error)
         raise typer.Exit(1) from error
