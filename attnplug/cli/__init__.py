@@ -3,7 +3,7 @@
 A command is a function of this folder. torch and transformers take seconds to import, so each
 command imports what it needs, and --help answers at once."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -20,16 +20,7 @@ from attnplug.cli.trace import trace
 
 __all__ = ["app"]
 
-
-class Commands(TyperGroup):
-    """Commands, of which each may find that nothing more can be printed."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with clear_errors():
-            return super().invoke(ctx)
-
-
-app = typer.Typer(name="attnplug", cls=Commands, pretty_exceptions_enable=False)
+app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
 for command in (demo, report, plan, eval, bench, tune, serve, new_policy, doctor):
     app.command()(command)
 # What follows -- is another program's: none of it is ours to read.
@@ -48,13 +39,14 @@ def greet(
 ) -> None:
     """attnplug swaps the attention of a Hugging Face model for long prompts: one call, no training,
     and the weights stay as they are."""
-    if version:
-        console().print(f"attnplug {__version__}")
-    elif context.invoked_subcommand is None:
-        assert isinstance(context.command, TyperGroup)
-        console().print(*_greeting(context.command))
-    else:
+    if context.invoked_subcommand is not None and not version:
         return
+    with clear_errors():
+        if version:
+            console().print(f"attnplug {__version__}")
+        else:
+            assert isinstance(context.command, TyperGroup)
+            console().print(*_greeting(context.command))
     raise typer.Exit()
 
 

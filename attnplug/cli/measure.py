@@ -270,10 +270,11 @@ def doctor(as_json: Json = False) -> None:
     said = "running the ops; the first time on this machine their kernels are compiled"
     console(stderr=True).print(said, soft_wrap=True)
     checks = module.examine()
-    if as_json:
-        facts = [dataclasses.asdict(check) for check in checks]
-        print_json({"version": __version__, "checks": facts})
-    else:
-        console().print(module.table(checks))
+    with clear_errors():
+        if as_json:
+            facts = [dataclasses.asdict(check) for check in checks]
+            print_json({"version": __version__, "checks": facts})
+        else:
+            console().print(module.table(checks))
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
