@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _results import write_rows
+from _results import row_policy, write_rows
 from whole_calls import CONFIG
 
 PEERS = ("stock", "dense")
@@ -69,11 +69,10 @@ def rows_of_steps(steps: list[Call]) -> list[Call]:
     rows = []
     for step in steps:
         if step["imposed"] is not None:
-            policy = step["policy"].replace("draft='gather', m='auto'", "").replace("()", "")
             share, time = step["imposed"], np.array([1e3 * step["ms_a_token"]])
             chance = f"drafts accepted with chance {share}"
             accepted = chance if isinstance(share, float) else f"{share} drafts accepted a round"
-            call = step | {"policy": policy}
+            call = step | {"policy": row_policy(step["policy"])}
             rows.append(_result("generate", call, accepted, "dense", time, dense[place(step)]))
     return rows
 

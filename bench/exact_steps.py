@@ -26,6 +26,7 @@ import torch
 from whole_calls import CONFIG, SMALL, built, say, seconds
 
 import attnplug
+from attnplug.bench.provenance import provenance
 from attnplug.models import pace, round_steps
 from attnplug.models.decode_loop import Decoding
 from attnplug.models.generate import LOOP
@@ -110,8 +111,7 @@ def main() -> None:
     ms = [int(x) if x.isdigit() else x for x in asked.m.split(",")]
     device = "cpu" if asked.small else "cuda"
     model = built(SMALL if asked.small else CONFIG, device)
-    about = {"case": "exact", "torch": torch.__version__}
-    about["gpu"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    about = {"case": "exact"} | provenance()
     for tokens in lengths:
         policies = [("dense", None), (f"{asked.draft}(min_tokens=0)", None)]
         more = "" if asked.own else ", min_tokens=0"

@@ -363,14 +363,7 @@ def choice_rows():
     shape = dict(op="momo", policy="momo", heads_q=32, heads_kv=8, ratio=4.0)
     timings += [timing(131072, **shape), timing(131072, **shape | dict(ratio=3.0, peer="fa3"))]
     timings.append(timing(32768, **shape | dict(ratio=1.5)))
-    about = dict(study="", model="gemma3-270m", n=32768, policy="gather", dense=0.5)
-    scores = [
-        QUALITY | about | dict(task="needle-prose", value=0.5, trials=50, diff_high=0.1),
-        QUALITY | about | dict(task="multi-key", value=0.3, trials=50, diff_high=-0.1),
-        QUALITY | about | dict(task="multi-key", value=0.1, trials=20, diff_high=-0.1),
-        QUALITY | about | dict(task="kl", value=9.0, trials=50, diff_high=0),
-    ]
-    return timings, scores
+    return timings
 
 
 def written(policy, task, value, dense, served, **changes):
@@ -389,7 +382,7 @@ def whole(policy, n, ratio, **changes):
 
 
 def test_which_method_when_is_made_of_one_string_each(report):
-    timings, _ = choice_rows()
+    timings = choice_rows()
     # neither another batch, nor another peer, nor another answer is what the table speaks of
     others = [dict(batch=8), dict(peer="stock"), dict(options="1 new token")]
     timings += [whole("gather", 131072, 9.0, **other) for other in others]
@@ -438,7 +431,7 @@ def test_a_table_says_who_served_and_what_the_model_cannot_do(report):
 
 def test_the_story_is_drawn_of_what_there_is(report):
     plots = sys.modules["_story_plots"]
-    timings, _ = choice_rows()
+    timings = choice_rows()
     timings.append(step("gather", 1 << 19, 3.0, 10 << 19))
     timings.append(step("dense", 1 << 19, None, 8 << 19))
     momo = dict(task="captured-mass", model="gemma3-270m", n=32768, policy="momo", value=0.9)

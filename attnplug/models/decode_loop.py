@@ -249,7 +249,7 @@ class Decoding:
                 end = decode(step, buffers, logits)
         finally:
             loop.give_back(buffers, *shape)
-            if end < 0:  # such as Ctrl-C: whoever has the cache may go on with it
+            if end < 0:  # interrupted, such as by Ctrl-C; the caller may go on with the cache
                 catch_up(self.cache.layers)
         return self._result(end)
 

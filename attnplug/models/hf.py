@@ -324,8 +324,8 @@ def set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
 
 
 def is_exotic(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether the call asks for other scores than those of causal attention. A layer may have been
-    told after `apply` to be causal no more."""
+    """Whether the call wants something else than causal attention: a bias of positions, or both
+    directions, which its caller or, since `apply`, its layer asks for (`is_causal=False`)."""
     told = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if told is None else told
     return kwargs.get("position_bias") is not None or causal is False

@@ -97,7 +97,7 @@ def _why_not(call: Any, masked: bool, drafts: int) -> str:
 
 
 def pace_of(call: Any, drafts: int) -> Pace:
-    """The pace of a call of `Decoding` whose rounds have at most so many drafts."""
+    """The pace of a call of `Decoding`; `drafts` is the most that a round makes."""
     policies = [each.policy for each in call.bound.values() if each.policy]
     varies = any(policy.varies_rounds for policy in policies)
     asked = any(policy.asks_for_rounds for policy in policies)
@@ -108,11 +108,12 @@ def pace_of(call: Any, drafts: int) -> Pace:
 def _too_short(call: Any, drafts: int) -> str:
     """Why rounds would not make up for their second step, "" where they are asked for or do."""
     pace, new = pace_of(call, drafts), call.last - call.length
-    if not pace.ends or new >= pace.least():
+    least = pace.least()
+    if not pace.ends or new >= least:
         return ""
-    if math.isinf(pace.least()):
+    if math.isinf(least):
         return "rounds would not pay over so light a cache"
-    return f"{new:,} new tokens, and rounds pay from {math.ceil(pace.least()):,} on"
+    return f"{new:,} new tokens, and rounds pay from {math.ceil(least):,} on"
 
 
 def _copies_experts(model: Any) -> bool:

@@ -10,8 +10,7 @@ from attnplug.models.cache import PlugCache, PlugLayer
 def full_layers(cache: PlugCache) -> list[PlugLayer]:
     """Those that are no sliding windows and hold tokens: a layer that never runs counts none, and
     on the host."""
-    layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
-    return [layer for layer in layers if layer.is_initialized]
+    return [x for x in cache.layers if isinstance(x, PlugLayer) and x.is_initialized]
 
 
 def take_back(layers: Sequence[PlugLayer], tokens: int | torch.Tensor) -> None:

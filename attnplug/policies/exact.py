@@ -139,9 +139,10 @@ class Exact(DenseBelow):
 
     def note_queries(self, call: AttentionCall) -> None:
         layer = call.state
-        if isinstance(layer, GatherLayer):
-            if not self.serves(len(call.q), layer.max_cache_len, call.q.device):
-                return  # no draft asks for summaries
+        if isinstance(layer, GatherLayer) and not self._drafts(
+            len(call.q), layer.max_cache_len, call.q.device
+        ):
+            return  # no draft asks for summaries
         if not (isinstance(layer, PlugLayer) and layer.round_part):
             self.drafter.note_queries(call)
         elif isinstance(layer, SketchLayer):  # steps summarise what is accepted

@@ -85,9 +85,8 @@ def _is_default(name: str, value: Any) -> bool:
 def length_problem(body: Mapping[str, Any], reads: int | None) -> str:
     """The same for how many tokens a request may come to; `reads`: those that the model reads. A
     row without an end would stay in the batch where its client has gone away."""
-    within = _config_of(body)
-    for name in (*LENGTHS, NEW):
-        asked = within.get(name) if name == NEW else body.get(name)
+    limits = {name: body.get(name) for name in LENGTHS} | {NEW: _config_of(body).get(NEW)}
+    for name, asked in limits.items():
         if type(asked) is int and asked > (MOST if reads is None else reads):
             told = "a row has an end" if reads is None else f"the model reads {reads:,}"
             return f"{name} is {asked}, and {told}"
@@ -111,9 +110,9 @@ def vocabulary_problem(body: Mapping[str, Any], tokens: int) -> str:
 
 
 def _config_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request's generation config."""
-    text: Any = body.get("generation_config")
-    return json_of(text) if is_object(text) else {}
+    """The fields of a request's generation config, which `problem_of` has nothing against."""
+    text = body.get("generation_config")
+    return {} if text is None else json_of(text)
 
 
 def is_long(body: Any) -> bool:
