@@ -92,10 +92,11 @@ class DemoResult:
 
     def notes(self) -> str:
         names = ", ".join(str(layer.layer) for layer in self.layers)
+        tail = Momo().tail_of(self.needle.ids.shape[1])
         return (
             f"Key blocks and attention are means over layers {names}, all heads and query blocks; "
             "the pass that finds the mask reads every key on top, from every 16th query, as the "
-            f"prompt's last {Momo.tail} queries do. Unforced, this momo runs from "
+            f"prompt's last {tail} queries do. Unforced, this momo runs from "
             f"{self.crossover:,} prompt tokens on {self.device} and leaves shorter prompts dense. "
             "Stock is the model without attnplug; beside momo, attnplug's "
             f"dense decodes. Picture of one head's mask: {self.image}"

@@ -101,6 +101,13 @@ def known_below(tokens: int, limit: int) -> bool:
     return bool(tokens < limit)
 
 
+def known_from(tokens: int, limit: int) -> bool:
+    """Whether a number of tokens is at least a limit. False for an open length, as above."""
+    if exporting():
+        return statically_known_true(tokens >= limit)
+    return bool(tokens >= limit)
+
+
 def check_open_length(method: str, tokens: int, query_block: int) -> None:
     """Raise UnsupportedCallError for a program of torch.export whose open length may be one block
     of queries: to torch, a size that may be 1 is another program."""

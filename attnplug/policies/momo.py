@@ -42,8 +42,16 @@ from attnplug.policies._prompt_parts import (
     rows_alone,
 )
 from attnplug.policies._reads import query_positions, read_all, read_blocks, stack_reads
+from attnplug.policies.base import MOST
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import Dense, apply_sinks, check_open_length, exporting, known_below
+from attnplug.policies.dense import (
+    Dense,
+    apply_sinks,
+    check_open_length,
+    exporting,
+    known_below,
+    known_from,
+)
 
 # Below this many query tokens for each key that a query block may read, dense attention is
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
@@ -57,6 +65,11 @@ LEAST_CHUNK = 1024
 # prompt does (docs/log/momo.md).
 FAR = 65536
 NEAR_GAMMA, FAR_GAMMA = 16, 32
+# tail=None: what it is of a prompt of LONG tokens, and of a shorter one, or of a chunk that nobody
+# knows the prompt of. With 128 queries four needles of fifty were lost at 64K and 128K, with 1,024
+# two, for 2% of the first token's time (docs/log/momo.md).
+LONG = 16384
+LONG_TAIL, SHORT_TAIL = 1024, 128
 # top_k=None: what it is for the prompt's first NEAR queries, and for those behind them. 64 blocks
 # are a quarter of the keys at 16K, as 128 are at 32K.
 NEAR = 16384
@@ -87,7 +100,7 @@ class Momo(DenseBelow):
     FLOPs.
     tail: the prompt's last queries, which are dense. What a prompt asks comes last, and a fact that
     no other query looks at is in no list. Of chunks that nobody knows the prompt of, the last of
-    each.
+    each. None: LONG_TAIL of prompts of LONG tokens or more, else SHORT_TAIL.
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead. None
     is the crossover measured on the kind of device, a multiple of the budget top_k x block and at
     least CROSSOVER_FLOOR. Without a top_k that of the first queries counts where no query of so
@@ -104,7 +117,7 @@ class Momo(DenseBelow):
     sink: int = 1
     window: int = 0
     delta: float | None = None
-    tail: int = 128
+    tail: int | None = None
     min_tokens: int | None = None
 
     _text: ClassVar[str | None] = None  # of each policy its own; no option
@@ -116,7 +129,7 @@ class Momo(DenseBelow):
     head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
 
     def __post_init__(self) -> None:
-        self.check_integers("block", "query_block", "exact_k", "sink", "window", "tail")
+        self.check_integers("block", "query_block", "exact_k", "sink", "window")
         count = self.gamma is None or (type(self.gamma) is int and self.gamma >= 1)
         self.check("gamma", count, "None or an integer, at least 1")
         least, most = (self.gamma, self.gamma) if self.gamma else (NEAR_GAMMA, FAR_GAMMA)
@@ -141,7 +154,8 @@ class Momo(DenseBelow):
         )
         self.check("sink", self.sink >= 0, "at least 0")
         self.check("window", self.window >= 0, "at least 0")
-        self.check("tail", self.tail >= 0, "at least 0")
+        tail = self.tail is None or (type(self.tail) is int and 0 <= self.tail <= MOST)
+        self.check("tail", tail, f"None or an integer, 0 to {MOST}")
         algorithms = ("joint", "exact", "tournament", "estimated")
         self.check("selection", self.selection in algorithms, ", ".join(algorithms))
         merges = ("mass", "mean")
@@ -166,7 +180,7 @@ class Momo(DenseBelow):
         queries."""
         spans = self.spans()
         measured = sum(span.queries(tokens) / span.gamma for span in spans)
-        dense = self.tail + (0 if self.delta is None else measured)
+        dense = self.tail_of(tokens) + (0 if self.delta is None else measured)
         listed = sum(span.queries(tokens) * span.top_k for span in spans) / tokens
         read = self.block * (listed + self.sink) + self.window + dense
         return min(1.0, read / tokens)
@@ -245,18 +259,26 @@ class Momo(DenseBelow):
         check_open_length(self.name, queries, self.query_block)
         tail = self._tail(call)
         if known_below(queries, tail + 1):
-            return self.leave_to_dense(call, lambda: f"its tail of {self.tail:,} queries is dense")
+            return self.leave_to_dense(call, lambda: f"its tail of {tail:,} queries is dense")
         out = self._attend_as_one(call)
         if tail > 0:
             out[:, :, -tail:] = Dense().attend(last_queries(call, tail))
         return out
 
+    def tail_of(self, tokens: int) -> int:
+        """How many of a prompt's queries are dense, its last ones."""
+        if self.tail is not None:
+            return self.tail
+        return LONG_TAIL if known_from(tokens, LONG) else SHORT_TAIL
+
     def _tail(self, call: AttentionCall) -> int:
         """How many of the call's queries are dense, its last ones."""
-        follow, state = call.follow, call.state
+        follow, state, queries = call.follow, call.state, call.q.shape[2]
+        tokens = queries + follow
         if not torch.compiler.is_compiling() and isinstance(state, PlugLayer):
             follow = max(follow, state.prefill_tokens - state.counted)
-        return min(max(0, self.tail - follow), call.q.shape[2])
+            tokens = max(tokens, state.prefill_tokens)
+        return min(max(0, self.tail_of(tokens) - follow), queries)
 
     def _attend_as_one(self, call: AttentionCall) -> torch.Tensor:
         """`_attend_rows`; in compiled code as one op, so that no way to cut a prompt is a graph of

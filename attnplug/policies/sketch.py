@@ -28,7 +28,11 @@ from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
 from attnplug.policies.crossover import DenseBelow
 
 FIXED = (1 + LOCAL.value) * BLOCK  # tokens that every step reads: the sink and the last blocks
-MAX_K = 16384
+# k=None: an eighth of a cache's slots as a power of two, which no long decode was seen to lose
+# perplexity by (docs/reference/eval-results.md), between these. In host memory the least, as each
+# token comes over the link.
+LEAST_K, MAX_K = 2048, 16384
+SHARE = 8
 # A cache smaller than this many times the tokens that a step reads is read whole, and one below so
 # many tokens in any case: on an H200 steps are faster than dense's from about 54,000 tokens on, and
 # whole calls of 128 new tokens, which make the basis and codes of their prompt, were slower at
@@ -46,17 +50,17 @@ class Sketch(DenseBelow):
     """Decode over the best tokens, and an estimate of the others.
 
     bytes: of codes a token and KV head, 16, 24 or 32. k: tokens that each KV head picks at each
-    step, beside the first block of 128 and the last four. tail: what the tokens that are not read
-    count as: their mass and a regression of the values on the scores ("regression"), or nothing
-    ("drop"). min_tokens: caches below so many tokens are read whole, by `dense`. None is a multiple
-    of what a step reads, but not below a floor for the kind of device. audit: after so many tokens
-    the error of a step is estimated, between two steps; 0: only where `attnplug.policies.audit`
-    asks for it. kv: where keys and values live, "gpu" or "host" (memory read over the link); the
-    codes are on the GPU.
+    step, beside the first block of 128 and the last four; None: as many as `picks` says. tail: what
+    the tokens that are not read count as: their mass and a regression of the values on the scores
+    ("regression"), or nothing ("drop"). min_tokens: caches below so many tokens are read whole, by
+    `dense`. None is a multiple of what a step reads, but not below a floor for the kind of device.
+    audit: after so many tokens the error of a step is estimated, between two steps; 0: only where
+    `attnplug.policies.audit` asks for it. kv: where keys and values live, "gpu" or "host" (memory
+    read over the link); the codes are on the GPU.
     """
 
     bytes: int = 24
-    k: int = 2048
+    k: int | None = None
     tail: str = "regression"
     audit: int = 0
     min_tokens: int | None = None
@@ -69,21 +73,32 @@ class Sketch(DenseBelow):
     keeps_queries: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.check_integers("bytes", "k", "audit")
+        self.check_integers("bytes", "audit", *([] if self.k is None else ["k"]))
         self.check("bytes", self.bytes in COORDINATES, ", ".join(map(str, COORDINATES)))
-        self.check("k", 1 <= self.k <= MAX_K, f"1 to {MAX_K}")
+        self.check("k", self.k is None or 1 <= self.k <= MAX_K, f"1 to {MAX_K}, or None")
         self.check("tail", self.tail in TAILS, ", ".join(TAILS))
         self.check("audit", self.audit >= 0, "at least 0")
         self.check("kv", self.kv in ("gpu", "host"), "'gpu' or 'host'")
         self.check_min_tokens()
 
+    def picks(self, slots: int) -> int:
+        """Tokens that each KV head picks over a cache with so many slots."""
+        if self.k is not None:
+            return self.k
+        size = MAX_K if self.kv == "gpu" else LEAST_K
+        while size > LEAST_K and slots < SHARE * size:
+            size //= 2
+        return size
+
     @property
     def kept(self) -> int:
-        """The tokens that a step reads, of a row that is long enough, but for a few equals."""
-        return FIXED + self.k
+        """The tokens that a step reads at least, of a row that is long enough, but for a few
+        equals."""
+        return FIXED + self.picks(0)
 
     def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads:
-        return StepReads(min(self.kept, tokens), tokens * self.bytes)
+        kept = FIXED + self.picks(max(tokens, room))
+        return StepReads(min(kept, tokens), tokens * self.bytes)
 
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
@@ -104,7 +119,12 @@ class Sketch(DenseBelow):
         dense = self.dense_caches(shape.device)
         scan = f"and {self.bytes} bytes a token to choose them, {rest} the rest"
         where = " from host memory" if self.kv == "host" else ""
-        return f"reads {self.kept:,} tokens{where}, {scan}; {dense}"
+        reads = f"{self.kept:,}"
+        if self.picks(0) < self.picks(SHARE * MAX_K):
+            reads += f" to {FIXED + MAX_K:,} tokens, an eighth of the cache"
+        else:
+            reads += " tokens"
+        return f"reads {reads}{where}, {scan}; {dense}"
 
     def cache_layer(self, max_length: int) -> SketchLayer:
         kind = HostSketchLayer if self.kv == "host" else SketchLayer
@@ -118,7 +138,8 @@ class Sketch(DenseBelow):
     def _note_asked(self, call: AttentionCall, layer: SketchLayer) -> None:
         """What an audit must know of the calls."""
         if not torch.compiler.is_compiling():
-            layer.asked = Asked(call.scale, call.softcap, call.sinks, self.k, self.tail)
+            picks = self.picks(layer.max_cache_len)
+            layer.asked = Asked(call.scale, call.softcap, call.sinks, picks, self.tail)
 
     def serves_few(self, call: AttentionCall) -> bool:
         layer = self._own_layer(call) if asks_for_few(self, call) else None
@@ -152,7 +173,7 @@ class Sketch(DenseBelow):
             *layer.codes,
             *fixed,
             scale=call.scale,
-            top_k=self.k,
+            top_k=self.picks(call.k.shape[2]),
             tail=self.tail,
             recent=layer.ring(call.q) if alone else None,
             hint=layer.hint,

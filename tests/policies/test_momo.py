@@ -226,7 +226,7 @@ def test_the_note_names_the_crossover_and_the_papers_density():
     late = Momo(gamma=16, top_k=128, min_tokens=4096)
     # B_k K + S + W of C tokens and C / gamma dense rows, the paper's equation 9; of C / gamma only
     # the tail is dense by default
-    density = f"density {(64 * 128 + 64 + 0 + 128) / 131072:.1%} at 131,072"
+    density = f"density {(64 * 128 + 64 + 0 + 1024) / 131072:.1%} at 131,072"
     assert late.note(shape) == f"dense in prefills below 4,096 tokens; {density}"
     reads = dataclasses.replace(shape, positions=8192)  # a model that reads no more
     assert late.note(reads).endswith(f"; density {late.density(8192):.1%} at 8,192")

@@ -8,7 +8,7 @@ import torch
 import attnplug
 from attnplug import Momo, PolicyError
 from attnplug.models.cache import PlugLayer
-from attnplug.policies import AttentionCall, Dense
+from attnplug.policies import AttentionCall, Dense, momo
 from attnplug.testing.policy import tiny_model
 
 MOMO = Momo(gamma=8, block=16, query_block=32, top_k=1, sink=0, tail=0, min_tokens=0)
@@ -93,3 +93,35 @@ def test_the_density_counts_it_and_a_bad_one_is_refused():
     assert TAILED.density(4000) - MOMO.density(4000) == pytest.approx(0.01)
     with pytest.raises(PolicyError, match="tail"):
         Momo(tail=-1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tail"), [(1, 128), (16383, 128), (16384, 1024), (1 << 20, 1024)]
+)
+def test_a_long_prompt_has_a_longer_tail(tokens, tail):
+    assert Momo().tail_of(tokens) == tail
+    assert Momo(tail=7).tail_of(tokens) == 7
+    assert Momo().density(tokens) == pytest.approx(Momo(tail=tail).density(tokens))
+
+
+@torch.no_grad()
+def test_chunks_of_a_known_prompt_have_its_tail(monkeypatch):
+    """generate says how long the prompt is, a chunk from elsewhere is as long as it is."""
+    for name, value in (("LONG", 300), ("LONG_TAIL", 70), ("SHORT_TAIL", 30)):
+        monkeypatch.setattr(momo, name, value)
+    seen, tail_of = [], Momo._tail
+    monkeypatch.setattr(
+        Momo, "_tail", lambda self, call: seen.append(tail_of(self, call)) or seen[-1]
+    )
+    model, ids = tiny_model(), torch.randint(2, 90, (1, 400))
+    policy = "momo(gamma=8, block=16, query_block=32, top_k=1, min_tokens=0)"
+    with attnplug.applied(model, policy):
+        layers = model.config.num_hidden_layers
+        for options, tails in (({}, [70]), ({"prefill_chunk_size": 160}, [0, 0, 70])):
+            model.generate(ids, max_new_tokens=2, do_sample=False, **options)
+            assert seen == [tail for tail in tails for _ in range(layers)]
+            seen.clear()
+        cache = attnplug.make_cache(model, 400)
+        for begin in (0, 160, 320):
+            model(ids[:, begin : begin + 160], past_key_values=cache)
+        assert seen == [30] * 3 * layers

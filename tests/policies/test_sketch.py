@@ -18,7 +18,7 @@ from attnplug.models.cache import PlugLayer
 from attnplug.ops.sketch.basis import fit_basis
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.state import Basis, empty_codes
-from attnplug.policies import AttentionCall, LayerShape, refit
+from attnplug.policies import AttentionCall, LayerShape, refit, sketch
 from attnplug.policies._sketch_layer import FEW, LATE, QUERIES, RING, SOON, SketchLayer
 from attnplug.testing import oracle_attention, plain_attention, tiny_model
 
@@ -314,12 +314,47 @@ def test_another_layers_keys_are_not_read_by_this_ones_codes(device):
     assert torch.equal(SKETCH.attend(call), Dense().attend(call))
 
 
+@pytest.mark.parametrize(
+    ("slots", "picks"),
+    [
+        *((0, 2048), (32767, 2048), (32768, 4096), (65535, 4096)),
+        *((65536, 8192), (131071, 8192), (131072, 16384), (1 << 20, 16384)),
+    ],
+)
+def test_an_eighth_of_the_slots_is_picked_as_a_power_of_two(slots, picks):
+    assert Sketch().picks(slots) == picks
+    assert Sketch(k=77).picks(slots) == 77
+    assert Sketch(kv="host").picks(slots) == 2048  # each comes over the link
+    assert Sketch().step_reads(1 << 21, 128, slots).keys == 640 + 16384
+    assert Sketch().step_reads(100, 128, slots).keys == 100
+
+
+def test_a_step_picks_what_its_cache_asks_for(monkeypatch):
+    """The op, audits and the report's reads are told the same number, that of the slots."""
+    monkeypatch.setattr(sketch, "LEAST_K", 4)
+    told, op = [], sketch.sketch_decode
+    monkeypatch.setattr(
+        sketch, "sketch_decode", lambda *a, **o: told.append(o["top_k"]) or op(*a, **o)
+    )
+    model, ids = tiny_model(), torch.randint(2, 90, (1, 700))
+    with attnplug.applied(model, "sketch(min_tokens=0)"), torch.no_grad():
+        for room, picks in ((720, 64), (1100, 128)):
+            cache = attnplug.make_cache(model, room)
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+            assert {layer.asked.top_k for layer in cache.layers} == {picks} == set(told)
+            told.clear()
+
+
 def test_the_report_says_what_is_read_and_where_it_is_dense():
     shape = LayerShape(4, 2, 64, 0.0, False, torch.device("cpu"))
     assert Sketch().note(shape) == (
-        "reads 2,688 tokens, and 24 bytes a token to choose them, estimates the rest; dense in "
-        "caches below 524,288 tokens and in those that attnplug did not make for it"
+        "reads 2,688 to 17,024 tokens, an eighth of the cache, and 24 bytes a token to choose "
+        "them, estimates the rest; dense in caches below 524,288 tokens and in those that attnplug "
+        "did not make for it"
     )
+    assert Sketch(k=9).note(shape).startswith("reads 649 tokens, and 24 bytes")
+    assert Sketch(kv="host").note(shape).startswith("reads 2,688 tokens from host memory, and 24")
     assert "drops the rest" in Sketch(tail="drop").note(shape)
     assert Sketch(bytes=32).refusal(shape) == "sketch: 32 bytes are 96 coordinates, the head 64"
     model = attnplug.apply(tiny_model(), "sketch(bytes=32, min_tokens=0)")
