@@ -105,7 +105,7 @@ def test_names_are_of_one_policy_each(bench):
     cases = [*frontier.own([1024, 2048], [16, 24], 256), *frontier.emulated([1024], [16, 24])]
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
-    assert {"sketch", "gather(k=64)", "gvr", "quest(bytes=16, k=1024)"} <= set(names)
+    assert {"sketch(k=2048)", "gather(k=64)", "gvr", "quest(bytes=16, k=1024)"} <= set(names)
     sketch = next(case for case in cases if case.name == "sketch(bytes=16, k=1024)")
     assert isinstance(sketch.method, Sketch) and sketch.method.audit == 0
     assert (sketch.size, sketch.read) == (16, 1664)

@@ -241,7 +241,7 @@ def test_report_says_what_was_chosen_and_why():
     with attnplug.applied(model, "auto"):
         assert str(attnplug.report(model)) == (
             "policy auto\nlayers 0-1 (full): prefill momo, decode dense; momo: dense in prefills "
-            "below 65,536 tokens; density 6.0% at 131,072; auto: prefill by momo, faster on long "
+            "below 65,536 tokens; density 6.7% at 131,072; auto: prefill by momo, faster on long "
             "prompts, and our tasks at 32K were answered as by dense; auto: decode by dense, not "
             "sketch (slower than dense on a CPU at every length that was tried)\n"
             "continuous batching: momo serves prompts that come whole, dense serves pieces"
@@ -329,17 +329,11 @@ def test_faithful_takes_what_no_committed_row_puts_outside_dense_and_leaves_out_
     assert losses(Policy(prefill=Momo(top_k=128, delta=0.5, tail=0)))
     assert losses(Policy(decode=Gather(scoring="bounds")))
     assert not losses(Policy(decode=Gather()))
-    known = {  # as docs/methods/auto.md says
-        ("decode-perplexity", 65536),
-        ("long-decode-perplexity", 65536),
-        ("long-decode-perplexity", 131072),
-    }
-    assert {(row["task"], row["n"]) for row in losses(Policy(decode=Sketch()))} == known
+    assert not losses(Policy(decode=Sketch()))
     assert set(TASKS) <= {row["task"] for row in rows_of(Policy(decode=Sketch()))}
     of_momo = losses(Policy(prefill=Momo()))
     assert any(row["n"] < auto.MEASURED_TOKENS for row in of_momo)  # where auto's momo is dense
-    beyond = {(x["task"], x["n"]) for x in of_momo if x["n"] >= auto.MEASURED_TOKENS}
-    assert beyond == {("perplexity", 131072)}  # as the page says, too
+    assert all(row["n"] < auto.MEASURED_TOKENS for row in of_momo)
     served = [r for r in rows_of(Policy(prefill=Momo())) if r["n"] >= auto.MEASURED_TOKENS]
     assert set(TASKS) <= {row["task"] for row in served}
 

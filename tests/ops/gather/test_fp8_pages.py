@@ -19,7 +19,7 @@ from attnplug.ops.gather.gather_pieces import gather_pieces
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 
 FP8 = torch.float8_e4m3fn
-K_SCALE, V_SCALE = 0.037, 1.7
+K_SCALE, V_SCALE = 0.25, 1.7  # no key beyond 448: torch 2.11 makes NaN of these
 BLOCK = 16
 OPTIONS = {"scale": 0.3, "block": BLOCK, "top_k": 2, "sink": 1, "local": 2}
 
