@@ -258,7 +258,7 @@ def test_a_models_few_tokens_are_its_steps(model, policy):
         wanted = logits_of(model, ids, [first, *[1] * 50], room=1200)
         assert {each.decode for each in attnplug.report(model).last} == {policy.split("(")[0]}
     errors = (found - wanted).abs().amax(-1)
-    assert (errors < 1e-3).float().mean() > (0.8 if model.device.type == "cuda" else 0.999)
+    assert (errors < 1e-3).float().mean() > (0.5 if model.device.type == "cuda" else 0.999)
     with attnplug.applied(model, "dense"):
         dense = logits_of(model, ids, [first, *[1] * 50], room=1200)
     assert ((found - dense).abs().amax(-1) > 1e-2).float().mean() > 0.5
