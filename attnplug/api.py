@@ -5,8 +5,8 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,25 +24,24 @@ from attnplug.binding import (
 from attnplug.errors import (
     AlreadyAppliedError,
     ArgumentError,
-    NotAppliedError,
     PolicyError,
+    UnsupportedCallError,
     UnsupportedModelError,
 )
+from attnplug.ledger import STATE, Ledger, ledger_of, strays_of, strip, take_compiled, where_applied
 from attnplug.models.batching import end_batching
-from attnplug.models.cache import MakeLayer, PlugCache
+from attnplug.models.cache import PlugCache
 from attnplug.models.decode_loop import DecodeLoop
 from attnplug.models.fuse import Fusion
 from attnplug.models.generate import (
-    LONGEST,
     bind_generate,
     last_call,
     own_cache,
-    unbind_generate,
 )
 from attnplug.models.hf import BINDING, Binding, binding_of, bindings_of, register_names
 from attnplug.models.hook import PolicyHook, hooks_of
-from attnplug.models.indexed import bind_indexed, unbind_indexed
-from attnplug.models.latents import bind_latents, unbind_latents
+from attnplug.models.indexed import bind_indexed
+from attnplug.models.latents import bind_latents
 from attnplug.models.layers import (
     AttentionLayer,
     find_attention_layers,
@@ -53,36 +52,21 @@ from attnplug.models.layers import (
 )
 from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ATTENTION_NAMES
-from attnplug.models.running import between_calls
+from attnplug.models.owner import Owner
+from attnplug.models.running import between_calls, refuse_running
 from attnplug.models.served import last_served
 from attnplug.models.strangers import refuse_strangers
-from attnplug.models.switch import SwitchedConfigs, switch_configs
+from attnplug.models.switch import copies_of_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
 from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.reports import LayerReport, Report, last_calls
 
-STATE = "_attnplug_state"
 LOG = logging.getLogger("attnplug")
 LayerKey = int | range | str
 PolicyLike = str | Phase | Policy
 Policies = PolicyLike | Mapping[LayerKey, PolicyLike]
 Model = TypeVar("Model", bound=torch.nn.Module)
-
-
-@dataclass
-class Ledger:
-    """What `apply` did to a model, so that `remove` can undo exactly that."""
-
-    report: Report
-    make_layer: MakeLayer
-    bound: list[torch.nn.Module]
-    hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
-    indexed: list[torch.nn.Module] = field(default_factory=list)
-    latent: list[torch.nn.Module] = field(default_factory=list)
-    configs: SwitchedConfigs | None = None
-    methods: list[str] = field(default_factory=list)
-    compiled: dict[str, Any] = field(default_factory=dict)
 
 
 def apply(model: Model, policy: Policies, *, fuse: bool | None = None) -> Model:
@@ -126,10 +110,11 @@ def _apply(target: Any, policy: Policies, fuse: bool | None) -> None:
             "attnplug.remove(model) first"
         )
     resolver = _Resolver(policy)
+    strip(target, strays_of(target))
     layers = find_attention_layers(target)
     if any(hasattr(layer.module, BINDING) for layer in layers):
         raise AlreadyAppliedError(
-            f"a part of this model already has a policy; {_where_applied(target)}"
+            f"a part of this model already has a policy; {where_applied(target)}"
         )
     on = Counter(layer.shape.device for layer in layers if not layer.reason)
     plan = all_or_none(
@@ -148,31 +133,42 @@ def _apply(target: Any, policy: Policies, fuse: bool | None) -> None:
         LOG.warning("%s", length)
     found = Report(resolver.text, layer_reports, *notes, length=length)
     ledger = Ledger(found, LayerMaker(plan), bound)
-    for layer, binding in plan:
-        setattr(layer.module, BINDING, binding)
     switched = switched_names(plan)
-    if switched:
-        hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
-        ledger.hooks = [_hooked(layer) for layer in hooked]
-        ledger.configs = switch_configs(target, switched)
-        ledger.indexed = [x.module for x, binding in plan if picks_tokens(x, binding)]
-        for module in ledger.indexed:
-            bind_indexed(module)
-        ledger.latent = [x.module for x, binding in plan if keeps_latents(x, binding)]
-        for module in ledger.latent:
-            bind_latents(module)
-        may = fuse is not False and not (keeps or loop)
-        ours = None if loop else DecodeLoop(fusion=Fusion.of(target, bool(fuse)) if may else None)
-        make = None if keeps else ledger.make_layer
-        ledger.methods = bind_generate(target, make, ours, bound, has_kernels=fuse is not False)
-    ledger.compiled = _take_compiled(target)
-    target.__dict__[STATE] = ledger
+    with ExitStack() as undo:
+        undo.callback(ledger.undo, target)  # unless all of it is done
+        owner = Owner(target)
+        for layer, binding in plan:
+            setattr(layer.module, BINDING, replace(binding, owner=owner))
+        if switched:
+            hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
+            for layer in hooked:
+                ledger.hooks.append(_hooked(layer))
+            ledger.configs = copies_of_configs(target, switched)
+            ledger.configs.switch()
+            for layer, binding in plan:
+                if picks_tokens(layer, binding):
+                    ledger.indexed.append(layer.module)
+                    bind_indexed(layer.module)
+                if keeps_latents(layer, binding):
+                    ledger.latent.append(layer.module)
+                    bind_latents(layer.module)
+            may = fuse is not False and not (keeps or loop)
+            fusion = Fusion.of(target, bool(fuse)) if may else None
+            ours = None if loop else DecodeLoop(fusion=fusion)
+            make = None if keeps else ledger.make_layer
+            kernels = fuse is not False
+            ledger.methods = bind_generate(target, make, ours, bound, has_kernels=kernels)
+        ledger.compiled = take_compiled(target)
+        target.__dict__[STATE] = ledger
+        refuse_running(target, "apply")  # a call may have begun that nobody had to tell of
+        undo.pop_all()
 
 
 def remove(model: Model) -> Model:
     """Undo `apply`, and only what it did. The weights are bit for bit what they were. What others
-    changed since, such as the config's vocabulary, stays. Raises NotAppliedError, and
-    UnsupportedCallError while a call of the model runs, here or in another thread."""
+    changed since, such as the config's vocabulary, stays. A part that was copied or taken out of a
+    model with a policy loses its own. Raises NotAppliedError, and UnsupportedCallError while a call
+    of the model runs, here or in another thread, or a trace of it is recorded."""
     target = unwrap(model)
     with between_calls(target, "remove"):
         _remove(target)
@@ -180,23 +176,21 @@ def remove(model: Model) -> Model:
 
 
 def _remove(target: Any) -> None:
+    strays = strays_of(target)
+    if strays:
+        strip(target, strays)
+        return
     ledger = ledger_of(target)
+    if any(
+        each.trace_to is not None or each.pieces is not None
+        for each in bindings_of(target).values()
+    ):
+        raise UnsupportedCallError(
+            "remove: this model is being recorded, or reads a prompt on several ranks; leave that "
+            "block first"
+        )
     end_batching(target)
-    unbind_generate(target, ledger.methods)
-    _take_compiled(target)
-    vars(target).update(ledger.compiled)
-    if ledger.configs is not None:
-        ledger.configs.restore(target)
-    copies = [x for x in bindings_of(target) if x not in ledger.bound]  # layers copied since
-    for module in [*ledger.indexed, *_like(ledger.indexed, copies)]:
-        unbind_indexed(module)
-    for module in [*ledger.latent, *_like(ledger.latent, copies)]:
-        unbind_latents(module)
-    for hook, module in [*ledger.hooks, *((x, m) for m in copies for x in hooks_of(m))]:
-        hook.detach_hook(module)
-    for module in [*ledger.bound, *copies]:
-        delattr(module, BINDING)
-    del target.__dict__[STATE]
+    ledger.undo(target)
 
 
 @contextmanager
@@ -281,27 +275,6 @@ def warm(
         if type(value) is not int or value < 1 + (padded and name == "lengths"):
             raise ArgumentError(f"warm: {name}={value!r}, needs integers of at least 1 (2 padded)")
     return generate_ahead(target, lengths, batch, padded, options)
-
-
-def ledger_of(target: PreTrainedModel) -> Ledger:
-    """What `apply` did to a model. Raises NotAppliedError."""
-    if STATE not in target.__dict__:
-        if any(hasattr(module, BINDING) for module in target.modules()):
-            raise NotAppliedError(
-                "this model has no policy of its own, but a part of it has; "
-                f"{_where_applied(target)}"
-            )
-        raise NotAppliedError("this model has no policy; call attnplug.apply(model, policy) first")
-    return target.__dict__[STATE]
-
-
-def _where_applied(target: PreTrainedModel) -> str:
-    """What to call where layers of a model have a policy that was not applied to the model."""
-    parts = [name for name, module in target.named_modules() if STATE in vars(module)]
-    if parts:
-        named = " and ".join(f"model.{name}" for name in parts)
-        return f"the policy was applied to {named}: call attnplug.remove or report on that part"
-    return "the policy was applied to a larger model: call attnplug.remove or report on that one"
 
 
 class _Resolver:
@@ -433,15 +406,3 @@ def _hooked(layer: AttentionLayer) -> tuple[PolicyHook, torch.nn.Module]:
     hook = PolicyHook(layer.index)
     hook.init_hook(layer.module)
     return hook, layer.module
-
-
-def _like(changed: list[torch.nn.Module], copies: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The copies of modules that `apply` has changed."""
-    return [module for module in copies if type(module) in set(map(type, changed))]
-
-
-def _take_compiled(model: PreTrainedModel) -> dict[str, Any]:
-    """Take off the model what generate keeps of its own: its compiled decode step and the length of
-    its static caches. A step compiled with a policy must not outlive it, nor one without."""
-    kept = ("_compiled_call", "_last_compile_config", LONGEST)
-    return {name: vars(model).pop(name) for name in kept if name in vars(model)}

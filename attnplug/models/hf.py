@@ -25,6 +25,7 @@ from attnplug.models.bands import sdpa_in_bands
 from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
 from attnplug.models.own_code import eager_function
+from attnplug.models.owner import Owner
 from attnplug.models.refusals import refuse_options
 from attnplug.models.sync import may_sync
 from attnplug.models.walk import all_modules
@@ -38,12 +39,14 @@ PolicyT = TypeVar("PolicyT", bound=Serves, covariant=True)
 class Binding(Generic[PolicyT]):
     """What `apply` decided for one attention module: its policy, or why it stays dense or was
     chosen, and the model's own attention ("sdpa" or "eager") for the case that it stays dense.
-    `trace_to` is set while a trace is recorded, `pieces` while a prompt runs in pieces. `served`
-    says by "prefill" and "decode" what the last call was served by."""
+    `owner` is the model that the policy was applied to. `trace_to` is set while a trace is
+    recorded, `pieces` while a prompt runs in pieces. `served` says by "prefill" and "decode" what
+    the last call was served by."""
 
     policy: PolicyT | None
     reason: str
     stock: str
+    owner: Owner | None = field(default=None, compare=False)
     trace_to: EdgeWriter | None = None
     pieces: Any = None
     served: dict[str, Served] = field(default_factory=dict, compare=False)

@@ -1,21 +1,26 @@
 """Which calls of a model run, so that its policy comes and goes between calls only: one that began
 with a policy and goes on without it, or the other way around, would end in wrong tokens."""
 
+import inspect
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers import GenerationMixin, PreTrainedModel
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.turn import Turn
 
 TURN = Turn()
 CALLS = frozenset({"forward", "generate"})
+GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
+PATIENCE = 0.25  # seconds in which a generate comes to a forward pass
 # The calls of generate that have a policy, as process and thread: a forked child has none.
 _running: "WeakKeyDictionary[torch.nn.Module, list[tuple[int, int]]]" = WeakKeyDictionary()
 
@@ -38,25 +43,57 @@ def between_calls(model: torch.nn.Module, what: str) -> Iterator[None]:
     """Within it no call of generate begins that has a policy. Raises UnsupportedCallError where a
     call of the model runs, in this thread (a hook, a streamer) or in another one."""
     with TURN.taken():
-        counted = any(process == os.getpid() for process, _ in _running.get(model, ()))
-        if counted or _is_computing(model):
-            raise UnsupportedCallError(
-                f"{what}: a call of this model is running, in this thread or another one, and "
-                "would end in wrong tokens; wait until it has ended"
-            )
+        refuse_running(model, what)
         yield
 
 
-def _is_computing(model: torch.nn.Module) -> bool:
-    """Whether some thread is in a forward or a generate of the model or of a part of it. Looks at
-    the threads' stacks: nothing else knows of calls of a model that has no policy."""
+def refuse_running(model: torch.nn.Module, what: str) -> None:
+    """Raise UnsupportedCallError where a call of the model runs."""
+    counted = any(process == os.getpid() for process, _ in _running.get(model, ()))
+    if counted or _runs_here(model) or _runs_elsewhere(model):
+        raise UnsupportedCallError(
+            f"{what}: a call of this model is running, in this thread or another one, and "
+            "would end in wrong tokens; wait until it has ended"
+        )
+
+
+def _runs_here(model: torch.nn.Module) -> bool:
+    """Whether this thread is in a forward or a generate of the model or of a part of it."""
     parts = {id(module) for module in model.modules()}
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name in CALLS and code.co_varnames[:1] == ("self",):
-                if id(frame.f_locals.get("self")) in parts:
-                    return True
-            frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name in CALLS
+        and frame.f_code.co_varnames[:1] == ("self",)
+        and id(frame.f_locals.get("self")) in parts
+        for frame in _frames(sys._getframe())
+    )
+
+
+def _runs_elsewhere(model: torch.nn.Module) -> bool:
+    """Whether another thread is in a forward pass of the model, or of another of its class, or in a
+    generate that nothing tells from the model's: a call without a policy is noted nowhere. Looks at
+    what code the threads run alone, as reading the variables of a frame that runs in another thread
+    ends CPython 3.11 by a signal. A generate is asked again until it is in a forward pass."""
+    kinds = {type(each) for each in model.modules() if isinstance(each, PreTrainedModel)}
+    own = {inspect.unwrap(kind.forward).__code__ for kind in kinds or {type(model)}}
+    waits = time.monotonic() + PATIENCE
+    while True:
+        here = threading.get_ident()
+        tops = [top for thread, top in sys._current_frames().items() if thread != here]
+        stacks = [{frame.f_code for frame in _frames(top)} for top in tops]
+        del tops
+        if any(own & stack for stack in stacks):
+            return True
+        unknown = [GENERATE in stack and not any(map(_is_forward, stack)) for stack in stacks]
+        if not any(unknown) or time.monotonic() > waits:
+            return any(unknown)
+        time.sleep(PATIENCE / 50)
+
+
+def _is_forward(code: CodeType) -> bool:
+    return code.co_name == "forward" and code.co_varnames[:1] == ("self",)
+
+
+def _frames(top: FrameType | None) -> Iterator[FrameType]:
+    while top is not None:
+        yield top
+        top = top.f_back

@@ -66,10 +66,15 @@ class SwitchedConfig:
 
 @dataclass
 class SwitchedConfigs:
-    """Every config that `switch_configs` has replaced, and the modules that it gave copies to."""
+    """Copies of all configs of a model, and the modules that they are for, each with its own."""
 
     configs: list[SwitchedConfig]
-    modules: list[torch.nn.Module]
+    given: list[tuple[torch.nn.Module, PreTrainedConfig]]
+
+    def switch(self) -> None:
+        """Give every module its copy."""
+        for module, config in self.given:
+            vars(module)["config"] = config
 
     def restore(self, model: PreTrainedModel) -> None:
         """Give every module its own config object back. What was set, changed or deleted on a copy
@@ -77,10 +82,11 @@ class SwitchedConfigs:
         originals = {id(entry.applied): entry.original for entry in self.configs}
         for entry in self.configs:
             _carry_changes(entry, originals)
-        for module in {*self.modules, *model.modules()}:
+        for module in {*(module for module, _ in self.given), *model.modules()}:
             config = vars(module).get("config")
             if id(config) in originals:
                 vars(module)["config"] = originals[id(config)]
+        give_stock_configs(model)
         for entry in self.configs:  # someone else may have taken the copy for a model of his own
             kind = type(entry.applied)
             if hasattr(kind, BASE):
@@ -88,17 +94,16 @@ class SwitchedConfigs:
                 entry.applied.__class__ = getattr(kind, BASE)
 
 
-def switch_configs(model: PreTrainedModel, switched: dict[int, str]) -> SwitchedConfigs:
-    """Give the model's modules configs of their own, as another model may share the object, and
-    set the attention's name in those copies whose original's id is in `switched`."""
+def copies_of_configs(model: PreTrainedModel, switched: dict[int, str]) -> SwitchedConfigs:
+    """Configs for the model's modules, of their own, as another model may share the object; copies
+    whose original's id is in `switched` name that attention. `switch` gives them to the modules."""
     memo: dict[int, Any] = {}
     copy.deepcopy(model.config, memo)  # text configs stay one object with their parts
-    modules, found = [], {}
+    given, found = [], {}
     for module in model.modules():
         config = vars(module).get("config")
         if isinstance(config, PreTrainedConfig):
-            modules.append(module)
-            vars(module)["config"] = copy.deepcopy(config, memo)
+            given.append((module, copy.deepcopy(config, memo)))
             found |= {id(part): part for part in _with_parts(config)}
     for key, name in switched.items():
         config = memo[key]
@@ -108,7 +113,24 @@ def switch_configs(model: PreTrainedModel, switched: dict[int, str]) -> Switched
     configs = [
         SwitchedConfig(part, memo[key], _snapshot(memo[key], copies)) for key, part in found.items()
     ]
-    return SwitchedConfigs(configs, modules)
+    return SwitchedConfigs(configs, given)
+
+
+def give_stock_configs(model: torch.nn.Module) -> None:
+    """Have modules that came with a switched config, as copied layers do, name their own attention.
+    The config may be another model's, so that they get a copy."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if is_switched(config):
+            vars(module)["config"] = copy.deepcopy(config, memo)
+
+
+def is_switched(config: Any) -> bool:
+    """Whether a config is a copy that names attnplug's attention, or holds one."""
+    if not isinstance(config, PreTrainedConfig):
+        return False
+    return any(hasattr(type(part), BASE) for part in _with_parts(config))
 
 
 def _with_parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
