@@ -31,6 +31,7 @@ from attnplug.ops.common.define import refuse_gradients
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT, is_too_wide
 from attnplug.policies._measured_rows import MeasuredRows, joined
+from attnplug.policies._momo_defaults import default_tail, pays_from
 from attnplug.policies._prefill_op import METHODS, prefill_rows
 from attnplug.policies._prompt_parts import (
     Span,
@@ -44,19 +45,8 @@ from attnplug.policies._prompt_parts import (
 from attnplug.policies._reads import query_positions, read_all, read_blocks, stack_reads
 from attnplug.policies.base import MOST
 from attnplug.policies.crossover import DenseBelow
-from attnplug.policies.dense import (
-    Dense,
-    apply_sinks,
-    check_open_length,
-    exporting,
-    known_below,
-    known_from,
-)
+from attnplug.policies.dense import Dense, apply_sinks, check_open_length, exporting, known_below
 
-# Below this many query tokens for each key that a query block may read, dense attention is
-# faster, and below so many tokens in any case; measured (docs/log/momo.md).
-CROSSOVER_FACTOR = {"cuda": 4, "cpu": 8}
-CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
 # A chunk that nobody says the whole prefill of is long where the keys that it sees are many, and
 # its queries these: fewer are a question in a conversation. Not measured.
 LEAST_CHUNK = 1024
@@ -65,11 +55,6 @@ LEAST_CHUNK = 1024
 # prompt does (docs/log/momo.md).
 FAR = 65536
 NEAR_GAMMA, FAR_GAMMA = 16, 32
-# tail=None: what it is of a prompt of LONG tokens, and of a shorter one, or of a chunk that nobody
-# knows the prompt of. With 128 queries four needles of fifty were lost at 64K and 128K, with 1,024
-# two, for 2% of the first token's time (docs/log/momo.md).
-LONG = 16384
-LONG_TAIL, SHORT_TAIL = 1024, 128
 # top_k=None: what it is for the prompt's first NEAR queries, and for those behind them. 64 blocks
 # are a quarter of the keys at 16K, as 128 are at 32K.
 NEAR = 16384
@@ -100,7 +85,7 @@ class Momo(DenseBelow):
     FLOPs.
     tail: the prompt's last queries, which are dense. What a prompt asks comes last, and a fact that
     no other query looks at is in no list. Of chunks that nobody knows the prompt of, the last of
-    each. None: LONG_TAIL of prompts of LONG tokens or more, else SHORT_TAIL.
+    each. None: 1,024 of prompts of 16,384 tokens or more, else 128.
     min_tokens: tokens of a prefill, all its chunks, below which dense attention runs instead. None
     is the crossover measured on the kind of device, a multiple of the budget top_k x block and at
     least CROSSOVER_FLOOR. Without a top_k that of the first queries counts where no query of so
@@ -171,7 +156,7 @@ class Momo(DenseBelow):
         object.__setattr__(self, "_text", str(self) if known and plain else None)
 
     def measured_crossover(self, kind: str) -> int:
-        return _pays_from(kind, self._blocks(0), self._blocks(NEAR), self.block)
+        return pays_from(kind, self._blocks(0), self._blocks(NEAR), self.block, NEAR)
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its
@@ -243,7 +228,7 @@ class Momo(DenseBelow):
         if self.min_tokens is not None or self.top_k is not None:
             return self.crossover(call.q.device)
         kind = "cpu" if call.q.device.type == "cpu" else "cuda"
-        return _pays_from(kind, self._most_blocks, self._most_blocks, self.block)
+        return pays_from(kind, self._most_blocks, self._most_blocks, self.block, NEAR)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         queries, width = call.q.shape[2:]
@@ -267,9 +252,7 @@ class Momo(DenseBelow):
 
     def tail_of(self, tokens: int) -> int:
         """How many of a prompt's queries are dense, its last ones."""
-        if self.tail is not None:
-            return self.tail
-        return LONG_TAIL if known_from(tokens, LONG) else SHORT_TAIL
+        return default_tail(tokens) if self.tail is None else self.tail
 
     def _tail(self, call: AttentionCall) -> int:
         """How many of the call's queries are dense, its last ones."""
@@ -456,14 +439,6 @@ class Momo(DenseBelow):
         anyway, as block_sparse_attention counts it."""
         position = query_positions(call, self.query_block)
         return ((position - self.window).clamp(min=0) // self.block).to(torch.int32)
-
-
-def _pays_from(kind: str, near: int, far: int, block: int) -> int:
-    """The crossover where a prompt's first queries list `near` blocks, and those behind the first
-    NEAR `far`: how many tokens a prompt has decides which of them it has."""
-    factor, floor = CROSSOVER_FACTOR[kind], CROSSOVER_FLOOR[kind]
-    short = max(floor, factor * near * block)
-    return short if short <= NEAR else max(floor, factor * far * block)
 
 
 METHODS[Momo.name] = Momo

@@ -10,7 +10,7 @@ from span_cases import PADDING, ROOM, SELECTIONS, TOKENS, call, padded
 from attnplug import Dense, Momo, PolicyError
 from attnplug.errors import ArgumentError, GradientError
 from attnplug.eval.fidelity import measure_mask
-from attnplug.policies import AttentionCall, parse
+from attnplug.policies import AttentionCall, _momo_defaults, parse
 from attnplug.policies import momo as policy
 from attnplug.policies.auto import MeasuredMomo
 
@@ -95,8 +95,10 @@ def test_code_that_knows_no_place_serves_from_where_the_most_blocks_pay(
     tokens, served, monkeypatch
 ):
     monkeypatch.setattr(policy, "NEAR", 100)
-    monkeypatch.setattr(policy, "CROSSOVER_FLOOR", {"cpu": 0})
-    monkeypatch.setattr(policy, "CROSSOVER_FACTOR", {"cpu": 4})  # 64 tokens, and 192 of the most
+    monkeypatch.setattr(_momo_defaults, "CROSSOVER_FLOOR", {"cpu": 0})
+    monkeypatch.setattr(
+        _momo_defaults, "CROSSOVER_FACTOR", {"cpu": 4}
+    )  # 64 tokens, and 192 of the most
     c, method = call("cpu", room=ROOM, batch=1), of(MOMO, min_tokens=None)
     q = c.q[:, :, :tokens].contiguous()
     lengths = torch.full((1,), tokens)

@@ -8,7 +8,7 @@ import torch
 import attnplug
 from attnplug import Momo, PolicyError
 from attnplug.models.cache import PlugLayer
-from attnplug.policies import AttentionCall, Dense, momo
+from attnplug.policies import AttentionCall, Dense, _momo_defaults
 from attnplug.testing.policy import tiny_model
 
 MOMO = Momo(gamma=8, block=16, query_block=32, top_k=1, sink=0, tail=0, min_tokens=0)
@@ -108,7 +108,7 @@ def test_a_long_prompt_has_a_longer_tail(tokens, tail):
 def test_chunks_of_a_known_prompt_have_its_tail(monkeypatch):
     """generate says how long the prompt is, a chunk from elsewhere is as long as it is."""
     for name, value in (("LONG", 300), ("LONG_TAIL", 70), ("SHORT_TAIL", 30)):
-        monkeypatch.setattr(momo, name, value)
+        monkeypatch.setattr(_momo_defaults, name, value)
     seen, tail_of = [], Momo._tail
     monkeypatch.setattr(
         Momo, "_tail", lambda self, call: seen.append(tail_of(self, call)) or seen[-1]
