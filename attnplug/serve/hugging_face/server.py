@@ -157,7 +157,7 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
 
     from attnplug.serve.hugging_face.batches import adopt_managers, batch_problem
     from attnplug.serve.hugging_face.failures import is_of_template, told_to_the_end
-    from attnplug.serve.hugging_face.sampling import set_sampling
+    from attnplug.serve.hugging_face.sampling import set_floats, set_sampling
 
     checks: dict[str, Callable[[Any], str]] = {
         "ChatCompletionHandler": messages_problem,
@@ -177,8 +177,9 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
         problem = problem_of(body) or check(body)
         if problem:
             raise HTTPException(400, problem)
-        if body.get("logit_bias"):  # of whole numbers, which transformers takes for an error
-            body["logit_bias"] = {token: float(by) for token, by in body["logit_bias"].items()}
+        if "logit_bias" in body:  # whole numbers, or none, are errors to transformers
+            biases = {token: float(by) for token, by in body.pop("logit_bias").items()}
+            body |= {"logit_bias": biases} if biases else {}
         validate(body)
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
@@ -194,9 +195,10 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
             raise HTTPException(400, problem)
         return names[0], loaded, *rest
 
-    def build_config(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def build_config(body: dict[str, Any], defaults: Any, *args: Any, **kwargs: Any) -> Any:
         # without the seed, which transformers would set for all requests
-        config = build({**body, "seed": None}, *args, **kwargs)
+        config = build({**body, "seed": None}, defaults, *args, **kwargs)
+        set_floats(config, defaults)
         if config.max_new_tokens is None:  # of a request's own config, which does not say
             config.max_new_tokens = NEW_TOKENS
         set_sampling(config, body, seeds)
