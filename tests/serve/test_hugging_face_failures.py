@@ -69,6 +69,13 @@ def test_a_request_that_leaves_out_all_tokens_is_told(config):
     assert not requests.vocabulary_problem(asks(**config), 5)
 
 
+def test_beams_without_a_token_to_go_on_by_are_told():
+    every = dict(eos_token_id=[0, 1, 2, 2])
+    assert requests.vocabulary_problem(asks(num_beams=2, **every), 4).startswith("eos_token_id has")
+    assert not requests.vocabulary_problem(asks(**every), 4)
+    assert not requests.vocabulary_problem(asks(num_beams=2, **every), 5)
+
+
 def test_a_step_that_no_token_is_left_to_is_refused():
     """On a GPU a draw from it would end all draws of the process."""
     prompt, none = torch.zeros((2, 3), dtype=torch.int64), torch.full((2, 4), float("-inf"))

@@ -107,10 +107,13 @@ def vocabulary_problem(body: Mapping[str, Any], tokens: int) -> str:
         strange = next((token for token in given if token >= tokens), None)
         if strange is not None:
             return f"{name} has the token {strange}, and the model has {tokens:,} tokens"
+    ends = within.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if len(ends) >= tokens and (within.get("num_beams") or 1) > 1:
+        return f"eos_token_id has {len(ends):,} tokens; beams go on by another of the {tokens:,}"
     left_out = {token for name in SUPPRESSED for token in within.get(name) or []}
     if within.get("min_new_tokens"):
-        ends = within.get("eos_token_id")
-        left_out |= set(ends if isinstance(ends, list) else [ends])
+        left_out |= set(ends)
     if left_out.issuperset(range(tokens)):
         return f"generation_config leaves out each of the model's {tokens:,} tokens"
     return ""
