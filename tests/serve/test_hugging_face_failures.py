@@ -44,8 +44,11 @@ def test_numbers_are_floats_where_transformers_takes_no_others(name):
 
 
 @pytest.mark.parametrize("cold", [0.0, 1e-40])
-def test_a_temperature_of_a_config_is_as_cold_as_one_of_a_body(cold):
-    config = GenerationConfig(do_sample=True, temperature=cold)
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_a_temperature_of_a_config_is_as_cold_as_one_of_a_body(cold, of_the_model):
+    given, plain = GenerationConfig(do_sample=True, temperature=cold), GenerationConfig()
+    config, defaults = (plain, given) if of_the_model else (given, plain)
+    sampling.set_floats(config, defaults)
     sampling.set_sampling(config, {}, random.Random(0))
     assert not config.do_sample and sampling.sampling_of(config).temperature == 0
 

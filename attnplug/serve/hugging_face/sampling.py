@@ -37,8 +37,10 @@ class Sampling(NamedTuple):
 
 
 def set_floats(config: Any, defaults: Any) -> None:
-    """Have a generation config say its numbers as floats, those too that `generate` would take from
-    the model's own config, `defaults`."""
+    """Have a generation config say whether it samples, and its numbers as floats, also where
+    `generate` would take them from the model's own config, `defaults`."""
+    if config.do_sample is None:
+        config.do_sample = defaults.do_sample
     for name in FLOATS:
         asked = getattr(config, name, None)
         value = getattr(defaults, name, None) if asked is None else asked
