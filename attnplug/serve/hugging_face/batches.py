@@ -19,6 +19,7 @@ from fastapi import HTTPException
 from transformers.cli.serving.utils import CBGenerateManager
 
 from attnplug.serve.hugging_face.clients import client_at_hand, until_gone
+from attnplug.serve.hugging_face.requests import tokens_problem
 from attnplug.serve.hugging_face.sampling import Sampling, sample_by_rows, sampling_of
 from attnplug.serve.hugging_face.singly import Singly
 
@@ -84,7 +85,7 @@ class Batches(CBGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> Any:
-        self._refuse_too_long(inputs, gen_config)
+        self._refuse_unfit(inputs, gen_config)
         name, worker = _name_of_its_own(request_id), self._cb
         # transformers before it parsed answers takes none
         parsed = {} if response_parser is None else {"response_parser": response_parser}
@@ -99,7 +100,7 @@ class Batches(CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
-        self._refuse_too_long(inputs, gen_config)
+        self._refuse_unfit(inputs, gen_config)
         name, worker = _name_of_its_own(request_id), self._cb
         made = super().generate_non_streaming(model, processor, inputs, gen_config, name)
         with _asking(sampling_of(gen_config)):
@@ -115,7 +116,9 @@ class Batches(CBGenerateManager):
                 answer.cancel()
                 _cancel(worker, name)
 
-    def _refuse_too_long(self, inputs: Any, gen_config: Any) -> None:
+    def _refuse_unfit(self, inputs: Any, gen_config: Any) -> None:
+        if problem := tokens_problem(inputs["input_ids"]):
+            raise HTTPException(400, problem)
         batches = None if self._cb is None else self._cb.batch_processor
         if batches is None:
             return

@@ -9,14 +9,15 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
+from attnplug.serve.hugging_face.failures import error_of
+
 LEFT = 499  # the status of an answer that nobody waits for
 LONGEST = 16 << 20  # bytes of a request: a million tokens of text, escaped by JSON
 
 
 def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An answer that says what is wrong, in OpenAI's form."""
-    about = {"message": message, "type": "invalid_request_error"}
-    return JSONResponse({"error": about}, status, headers)
+    return JSONResponse(error_of(status, message), status, headers)
 
 
 class Client:

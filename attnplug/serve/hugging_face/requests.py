@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from attnplug.files import json_of
 
@@ -106,7 +107,22 @@ def vocabulary_problem(body: Mapping[str, Any], tokens: int) -> str:
         strange = next((token for token in given if token >= tokens), None)
         if strange is not None:
             return f"{name} has the token {strange}, and the model has {tokens:,} tokens"
+    ends = within.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if len(ends) >= tokens and (within.get("num_beams") or 1) > 1:
+        return f"eos_token_id has {len(ends):,} tokens; beams go on by another of the {tokens:,}"
+    left_out = {token for name in SUPPRESSED for token in within.get(name) or []}
+    if within.get("min_new_tokens"):
+        left_out |= set(ends)
+    if left_out.issuperset(range(tokens)):
+        return f"generation_config leaves out each of the model's {tokens:,} tokens"
     return ""
+
+
+def tokens_problem(input_ids: Any) -> str:
+    """The same for the tokens of a prompt, of a tokenizer or a template that made none."""
+    tokens = len(input_ids) if isinstance(input_ids, list) else input_ids.shape[-1]
+    return "" if tokens else "the prompt comes to no tokens, and an answer needs one to begin with"
 
 
 def _config_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +195,10 @@ def input_problem(body: Mapping[str, Any]) -> str:
     """The same for the input of a response."""
     asked = body.get("input")
     if isinstance(asked, list):
+        for place, item in enumerate(asked):
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind not in (None, "message"):
+                return f"input[{place}] has the type {json.dumps(kind)}: only messages"
         return messages_problem({"messages": asked}).replace("messages", "input")
     if not isinstance(asked, str) or not asked:
         return "input is missing or empty, needs a string or a list of messages"
@@ -204,7 +224,7 @@ def is_object(text: Any) -> bool:
 def _is_bias(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return all(_is_token(key) and _number(bias) for key, bias in value.items())
+    return all(_is_token(key) and _number(by) and abs(by) <= 100 for key, by in value.items())
 
 
 def _is_objects(value: Any) -> bool:
@@ -223,8 +243,10 @@ def _are_calls(value: Any) -> bool:
 def _is_for_templates(value: Any) -> bool:
     """Whether a value names variables of a chat template, and nothing that renders or tokenizes
     takes for itself: such a name would fail, cut the prompt, or bring a template along."""
-    taken = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
-    return isinstance(value, dict) and not value.keys() & ({"messages", *taken} - {"documents"})
+    doors = (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+    taken = {name for door in doors for name in signature(door).parameters}
+    taken |= {"messages", "load_audio_from_video"}  # jinja's own, and the handlers'
+    return isinstance(value, dict) and not value.keys() & (taken - {"documents"})
 
 
 def _is_text(value: Any) -> bool:
@@ -287,10 +309,11 @@ CHECKS: dict[str, Check] = {
     "seed": (lambda x: type(x) is int and -(2**63) <= x < 2**64, "an integer of 64 bits"),
     "stream": (_is_bool, "true or false"),
     "stop": (_is_stop, "a string, or a list of strings"),
-    "logit_bias": (_is_bias, "an object from token ids to numbers"),
+    "logit_bias": (_is_bias, "an object from token ids to numbers from -100 to 100"),
     "tools": (_is_objects, "a list of objects"),
     "chat_template_kwargs": (_is_for_templates, "an object of the template's own variables"),
     "suffix": (_is_text, "a string"),
+    "parallel_tool_calls": (_is_bool, "true or false"),
     "instructions": (_is_text, "a string"),
     "generation_config": (is_object, "the JSON text of an object"),
 }
@@ -310,7 +333,8 @@ CONFIG: dict[str, Check] = {
         ("min_p", "epsilon_cutoff", "eta_cutoff"),
         (lambda x: _number(x) and 0 <= x < 1, "a number from 0, below 1"),
     ),
-    "repetition_penalty": (lambda x: _number(x) and 0 < x <= 10, "a number above 0, at most 10"),
+    # a smaller one takes scores out of float32's range
+    "repetition_penalty": (lambda x: _number(x) and 1e-5 <= x <= 10, "a number from 0.00001 to 10"),
     "length_penalty": (lambda x: _number(x) and abs(x) <= 10, "a number from -10 to 10"),
     "num_beams": (lambda x: type(x) is int and 1 <= x <= BEAMS, f"an integer from 1 to {BEAMS}"),
     "early_stopping": (lambda x: type(x) is bool or x == "never", 'true, false or "never"'),

@@ -15,6 +15,11 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
 )
 
+# Numbers that transformers takes as floats only.
+FLOATS = (
+    "temperature", "top_p", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "length_penalty",
+)  # fmt: skip
 SEED = "attnplug_seed"  # the attribute of a request's generation config
 COLDEST = 1e-5  # below it, scores divided by a temperature leave float32's range
 GREEDY = 0  # the noise's seed of a row that is not sampled
@@ -31,6 +36,18 @@ class Sampling(NamedTuple):
     seed: int
 
 
+def set_floats(config: Any, defaults: Any) -> None:
+    """Have a generation config say whether it samples, and its numbers as floats, also where
+    `generate` would take them from the model's own config, `defaults`."""
+    if config.do_sample is None:
+        config.do_sample = defaults.do_sample
+    for name in FLOATS:
+        asked = getattr(config, name, None)
+        value = getattr(defaults, name, None) if asked is None else asked
+        if value is not None:
+            setattr(config, name, float(value))
+
+
 def set_sampling(config: Any, body: Mapping[str, Any], seeds: Random) -> None:
     """Have a request's generation config say all of its sampling: transformers leaves out a
     temperature or a top_p where the model's own config is greedy, and a seed is for all requests. A
@@ -38,7 +55,7 @@ def set_sampling(config: Any, body: Mapping[str, Any], seeds: Random) -> None:
     temperature, top_p = body.get("temperature"), body.get("top_p")
     if temperature or (temperature is None and top_p is not None and top_p < 1):
         config.do_sample = True
-    if config.do_sample and temperature is not None and temperature < COLDEST:
+    if config.do_sample and config.temperature is not None and config.temperature < COLDEST:
         config.do_sample = False
     seed = body.get("seed")
     setattr(config, SEED, seeds.getrandbits(63) if seed is None else seed)

@@ -153,9 +153,11 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
     """Have one of transformers' handlers know the model by the server's names, answer by the first
     of them, and refuse what it would not serve."""
     from fastapi import HTTPException
+    from fastapi.responses import StreamingResponse
 
     from attnplug.serve.hugging_face.batches import adopt_managers, batch_problem
-    from attnplug.serve.hugging_face.sampling import set_sampling
+    from attnplug.serve.hugging_face.failures import is_of_template, told_to_the_end
+    from attnplug.serve.hugging_face.sampling import set_floats, set_sampling
 
     checks: dict[str, Callable[[Any], str]] = {
         "ChatCompletionHandler": messages_problem,
@@ -175,8 +177,9 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
         problem = problem_of(body) or check(body)
         if problem:
             raise HTTPException(400, problem)
-        if body.get("logit_bias"):  # of whole numbers, which transformers takes for an error
-            body["logit_bias"] = {token: float(by) for token, by in body["logit_bias"].items()}
+        if "logit_bias" in body:  # whole numbers, or none, are errors to transformers
+            biases = {token: float(by) for token, by in body.pop("logit_bias").items()}
+            body |= {"logit_bias": biases} if biases else {}
         validate(body)
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
@@ -192,9 +195,10 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
             raise HTTPException(400, problem)
         return names[0], loaded, *rest
 
-    def build_config(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def build_config(body: dict[str, Any], defaults: Any, *args: Any, **kwargs: Any) -> Any:
         # without the seed, which transformers would set for all requests
-        config = build({**body, "seed": None}, *args, **kwargs)
+        config = build({**body, "seed": None}, defaults, *args, **kwargs)
+        set_floats(config, defaults)
         if config.max_new_tokens is None:  # of a request's own config, which does not say
             config.max_new_tokens = NEW_TOKENS
         set_sampling(config, body, seeds)
@@ -214,7 +218,16 @@ def _adopt(handler: Any, names: list[str], source: str, seeds: Random) -> None:
             batches = state.get_manager(names[0], use_cb=True)
             if not batches.is_ready():
                 await asyncio.to_thread(batches.begin, loaded)
-        return await handle(body, *args)
+        try:
+            answer = await handle(body, *args)
+        except BaseException as error:
+            if isinstance(error, Exception) and is_of_template(error):
+                told = f"{type(error).__name__}: {error}"
+                raise HTTPException(400, f"the chat template fails for it: {told}") from error
+            raise
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = told_to_the_end(answer.body_iterator)
+        return answer
 
     adopt_managers(state)
     handler.handle_request = handle_request
@@ -227,10 +240,11 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
     from fastapi import Request, Response
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
-    from jinja2 import TemplateError
     from starlette.exceptions import HTTPException
+    from transformers.cli.serving.utils import CBWorkerDeadError
 
     from attnplug.serve.hugging_face.clients import refusal
+    from attnplug.serve.hugging_face.failures import FAILED
 
     created = int(time.time())
     app.router.routes[:] = [x for x in app.router.routes if x.path not in DROPPED]
@@ -253,13 +267,19 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
         told = "; ".join(f"{each['msg']} at {each['loc']}" for each in error.errors())
         return refusal(400, f"the request is no JSON object: {told}")
 
-    @app.exception_handler(TemplateError)
-    async def refused(_: Request, error: TemplateError) -> JSONResponse:
-        return refusal(400, f"the chat template: {error}")
+    @app.exception_handler(CBWorkerDeadError)
+    async def ended(_: Request, error: CBWorkerDeadError) -> JSONResponse:
+        return refusal(503, str(error))
 
     @app.exception_handler(AttnplugError)
     async def unserved(_: Request, error: AttnplugError) -> JSONResponse:
         return refusal(400, str(error))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, _: Exception) -> JSONResponse:
+        if request.method == "POST":
+            metrics.requests.labels(500).inc()  # `count` sees no answer
+        return refusal(500, FAILED)  # the error goes on, into Uvicorn's log
 
     @app.middleware("http")
     async def count(request: Request, call_next: Any) -> Any:
