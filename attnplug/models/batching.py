@@ -4,7 +4,6 @@ configs name the paged attention, and `generate` is refused. `transformers serve
 
 import contextlib
 import copy
-import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.hf import bindings_of
-from attnplug.models.instance_method import put_method
+from attnplug.models.instance_method import put_method, stock_method, take_methods
 from attnplug.models.latents import EXPAND
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.paged import KEPT, adopt, paged_name, register_paged_names
@@ -28,7 +27,6 @@ from attnplug.models.switch import ATTENTION
 INIT_METHOD = "init_continuous_batching"
 SESSION = "_attnplug_batching"
 CACHED = "_cached_continuous_batching_manager"
-MISSING = object()
 # By a method that a policy has put on an attention module: what its cache keeps.
 NO_PAGES = {
     EXPAND: "latents",
@@ -45,7 +43,6 @@ class Session:
         self.model = model
         self.manager: Callable[[], Any] = lambda: None  # weak: nobody can stop one that is lost
         self.stopped = False
-        self.generate = vars(model).get("generate", MISSING)
         self.names: list[tuple[dict[str, Any], str]] = []
 
     def begin(self) -> None:
@@ -56,17 +53,15 @@ class Session:
             if own.get(ATTENTION) in ATTENTION_NAMES:
                 self.names.append((own, own[ATTENTION]))
                 own[ATTENTION] = name
-        vars(self.model)["generate"] = functools.partial(_refuse_generate, self.model)
+        put_method(self.model, "generate", _refuse_generate)
         vars(self.model)[SESSION] = self
 
     def end(self) -> None:
         for own, name in self.names:
             own[ATTENTION] = name
         self.names = []
-        vars(self.model).pop("generate", None)
-        if self.generate is not MISSING:
-            vars(self.model)["generate"] = self.generate
-        vars(self.model).pop(SESSION, None)
+        if vars(self.model).pop(SESSION, None) is not None:
+            take_methods(self.model, "generate")
 
     @property
     def over(self) -> bool:
@@ -75,13 +70,11 @@ class Session:
         return manager is None or (self.stopped and not manager.is_running())
 
 
-def bind_batching(model: PreTrainedModel) -> list[str]:
-    """Have this instance's managers serve its policy. Returns the names of the attributes set."""
-    if not hasattr(model, INIT_METHOD):
-        return []
-    register_paged_names()
-    put_method(model, INIT_METHOD, _init_continuous_batching)
-    return [INIT_METHOD]
+def bind_batching(model: PreTrainedModel) -> None:
+    """Have this instance's managers serve its policy."""
+    if hasattr(model, INIT_METHOD):
+        register_paged_names()
+        put_method(model, INIT_METHOD, _init_continuous_batching)
 
 
 def end_batching(model: PreTrainedModel) -> None:
@@ -103,9 +96,10 @@ def _settle(model: PreTrainedModel) -> None:
 
 
 def _refuse_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    stock = stock_method(model, "generate")
     _settle(model)
     if SESSION not in vars(model):
-        return model.generate(*args, **kwargs)
+        return stock(*args, **kwargs)
     raise UnsupportedCallError(
         "continuous batching runs on this model, and generate would not see its masks: add a "
         "request to the manager, or stop it first"
@@ -131,19 +125,22 @@ def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
             "this model keeps a manager of continuous batching that was made before "
             "attnplug.apply: call model.destroy_cached_continuous_batching_manager() first"
         )
-    stock = type(model).init_continuous_batching
-    given = inspect.signature(stock).bind(model, *args, **kwargs)
-    asked = given.arguments.get("continuous_batching_config")
+    stock = stock_method(model, INIT_METHOD)
+    signature = inspect.signature(type(model).init_continuous_batching)
+    given = signature.bind(model, *args, **kwargs).arguments
+    asked = given.get("continuous_batching_config")
     if asked is not None:  # the user's own stays as it is
-        given.arguments["continuous_batching_config"] = copy.copy(asked)
+        own = copy.copy(asked)
+        args = tuple(own if each is asked else each for each in args)
+        kwargs = {name: own if each is asked else each for name, each in kwargs.items()}
     session = Session(model)
     with contextlib.ExitStack() as undo:
         session.begin()
         undo.callback(session.end)
-        manager = stock(*given.args, **given.kwargs)
+        manager = stock(*args, **kwargs)
         session.manager = weakref.ref(manager)
         if manager is not kept:
-            _configure(model, manager, asked, given.arguments.get("workload_hints"))
+            _configure(model, manager, asked, given.get("workload_hints"))
             _watch(model, manager)
         undo.pop_all()
     return manager

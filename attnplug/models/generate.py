@@ -5,7 +5,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterable
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -14,13 +13,19 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
-from attnplug.models.batching import bind_batching
+from attnplug.models.batching import INIT_METHOD, bind_batching
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
 from attnplug.models.decode_loop import DecodeLoop, Decoding
 from attnplug.models.decode_step import layers_to_prepare, prepare_layers
 from attnplug.models.growth import GrowingCache, Growth, first_room
 from attnplug.models.hf import binding_of
-from attnplug.models.instance_method import put_method
+from attnplug.models.instance_method import (
+    is_put,
+    is_replaced,
+    put_method,
+    stock_method,
+    take_methods,
+)
 from attnplug.models.layer_kernels import KERNELS, LayerKernels, prompt_kernels
 from attnplug.models.lent import Prompt
 from attnplug.models.loop_calls import (
@@ -51,7 +56,15 @@ PREFILL_METHOD = "_prefill"
 COMPILE_METHOD = "_valid_auto_compile_criteria"
 LOOP = "_attnplug_loop"
 SWITCH_METHOD = "set_attn_implementation"
-OURS = frozenset({GENERATE_METHOD, STEP_METHOD, PREFILL_METHOD})
+METHODS = (
+    GENERATE_METHOD,
+    CACHE_METHOD,
+    STEP_METHOD,
+    PREFILL_METHOD,
+    COMPILE_METHOD,
+    SWITCH_METHOD,
+    INIT_METHOD,
+)
 
 
 def bind_generate(
@@ -63,8 +76,8 @@ def bind_generate(
 ) -> list[str]:
     """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
     attnplug's decode loop if there is one, and kernels of its layers if it `has_kernels`. `bound`
-    are its attention modules. Returns the names of the attributes that were set, which
-    `unbind_generate` deletes again."""
+    are its attention modules. Returns the names of the attributes that were set beside METHODS,
+    which `unbind_generate` deletes again."""
     vars(model)[BOUND] = bound
     names = [BOUND]
     if make_layer is not None and hasattr(model, CACHE_METHOD):
@@ -72,28 +85,24 @@ def bind_generate(
         vars(model)[LARGEST] = 0
         vars(model)[LENGTHS] = ()
         put_method(model, CACHE_METHOD, _prepare_cache_for_generation)
-        names += [LAYER_MAKER, LARGEST, LENGTHS, CACHE_METHOD]
+        names += [LAYER_MAKER, LARGEST, LENGTHS]
         if hasattr(model, STEP_METHOD):
             put_method(model, STEP_METHOD, _prepare_step)
-            names.append(STEP_METHOD)
-        if hasattr(type(model), PREFILL_METHOD) and PREFILL_METHOD not in vars(model):
+        if hasattr(type(model), PREFILL_METHOD):
             put_method(model, PREFILL_METHOD, _prefill)
-            names.append(PREFILL_METHOD)
-        if COMPILE_METHOD not in vars(model):
-            put_method(model, COMPILE_METHOD, _may_compile)
-            names.append(COMPILE_METHOD)
+        put_method(model, COMPILE_METHOD, _may_compile)
         if has_kernels:
             vars(model)[KERNELS] = LayerKernels()
             names.append(KERNELS)
         if loop is not None:
             vars(model)[LOOP] = loop
             names.append(LOOP)
-    if GENERATE_METHOD not in vars(model) and hasattr(model, GENERATE_METHOD):
+    if hasattr(model, GENERATE_METHOD):
         put_method(model, GENERATE_METHOD, _generate)
-        names += [GENERATE_METHOD, LOCAL]
-    names += bind_batching(model)
-    vars(model)[SWITCH_METHOD] = _refuse_switch
-    return [*names, SWITCH_METHOD]
+        names.append(LOCAL)
+    bind_batching(model)
+    put_method(model, SWITCH_METHOD, _refuse_switch)
+    return names
 
 
 def own_cache(model: PreTrainedModel, served: Iterable[torch.nn.Module] = ()) -> str:
@@ -118,7 +127,7 @@ def last_call(model: PreTrainedModel) -> tuple[str, str, str, str]:
     kernels = str(vars(model).get(KERNELS) or "")
     if loop is None:
         return "", "", "", kernels
-    if getattr(vars(model).get(GENERATE_METHOD), "function", None) is not _generate:
+    if not is_put(model, GENERATE_METHOD):
         return "generate was replaced since; remove the policy and apply it", "", "", ""
     if loop.why_not:
         return loop.why_not, "", "", kernels
@@ -130,8 +139,9 @@ def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is not None and loop.fusion is not None:
         loop.fusion.unpack(model)
+    take_methods(model, *METHODS)
     for name in names:
-        vars(model).pop(name, None)  # someone may have taken it off already
+        vars(model).pop(name, None)
 
 
 def _prepare_cache_for_generation(
@@ -143,7 +153,7 @@ def _prepare_cache_for_generation(
     max_cache_length: int,
 ) -> None:
     """What generate calls on the instance: a PlugCache where the user did not choose otherwise."""
-    stock = MethodType(getattr(type(model), CACHE_METHOD), model)
+    stock = stock_method(model, CACHE_METHOD)
     given = model_kwargs.get(CACHE)
     room = first_room(model.config, generation_config, max_cache_length)
     speculated = _speculated(generation_config, generation_mode) + _drafted(model)
@@ -151,7 +161,10 @@ def _prepare_cache_for_generation(
         grows = isinstance(given, GrowingCache)
         given.reserve(room + speculated if grows else max_cache_length)
     chosen = generation_config.cache_implementation not in (None, "static")
-    if given is not None or chosen or generation_config.use_cache is False:
+    # Who prepares the inputs of each pass, as PEFT does for learned prompts, counts on the cache
+    # that transformers gives, and who prepares the cache has chosen one.
+    replaced = is_replaced(model, STEP_METHOD) or is_replaced(model, CACHE_METHOD, since=False)
+    if given is not None or chosen or replaced or generation_config.use_cache is False:
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
     growth = Growth(model.config.get_text_config(decoder=True), vars(model)[LAYER_MAKER])
@@ -201,11 +214,11 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         forget_served(vars(model)[BOUND])
         if loop is not None:
             arguments = ARGUMENTS.bind(model, *args, **kwargs).arguments
-            why = loop.why_not = unserved_arguments(model, arguments, OURS)
+            why = loop.why_not = unserved_arguments(model, arguments)
             if not why:  # threads share the loop, and another call may have set its own since
                 kwargs["custom_generate"] = _decode
         with local_weights(model):
-            return type(model).generate(model, *args, **kwargs)
+            return stock_method(model, GENERATE_METHOD)(*args, **kwargs)
 
 
 @functools.wraps(MIXIN._sample)  # generate reads its signature
@@ -236,21 +249,21 @@ def _prefill(
     comes in chunks, they are told of how many tokens, so that a method chooses for a chunk as it
     would for all; and chunks are not compiled, as a prefill in one piece is not: that of the last
     one has a length of its own."""
-    stock, chunk = type(model)._prefill, generation_config.prefill_chunk_size
+    stock, chunk = stock_method(model, PREFILL_METHOD), generation_config.prefill_chunk_size
     cache = model_kwargs.get(CACHE)
     if not isinstance(cache, PlugCache):
-        return stock(model, input_ids, generation_config, model_kwargs, **options)
+        return stock(input_ids, generation_config, model_kwargs, **options)
     config = generation_config
     if chunk is not None:
         config = copy.copy(generation_config)
         config.compile_config, config.disable_compile = None, True
     layers = [layer for layer in cache.layers if isinstance(layer, PlugLayer)]
     for layer in layers:
-        layer.steps_are_prepared = True
+        layer.steps_are_prepared = is_put(model, STEP_METHOD)
         layer.prefill_tokens = 0 if chunk is None else input_ids.shape[1]
     try:
         with prompt_kernels(model, input_ids, config, model_kwargs):
-            outputs = stock(model, input_ids, config, model_kwargs, **options)
+            outputs = stock(input_ids, config, model_kwargs, **options)
         if generation_config.max_length != input_ids.shape[1] + 1:  # else no step comes
             note_steps(vars(model)[BOUND], cache)
         return outputs
@@ -265,7 +278,7 @@ def _may_compile(model: Any, model_kwargs: dict[str, Any], generation_config: An
     length = generation_config.max_length
     if length is not None and first_room(model.config, generation_config, length) < length:
         return False
-    compiles = type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
+    compiles = stock_method(model, COMPILE_METHOD)(model_kwargs, generation_config)
     why = user_hooks(model) if compiles else ""
     if LOOP in vars(model):
         vars(model)[LOOP].hooked = why
@@ -296,7 +309,7 @@ def _prepare_step(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict
         plain = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
         tokens = 0 if input_ids is None else input_ids.shape[1] - 1
         prepare_layers(layers_to_prepare(cache), tokens, plain)
-    return getattr(type(model), STEP_METHOD)(model, input_ids, *args, **kwargs)
+    return stock_method(model, STEP_METHOD)(input_ids, *args, **kwargs)
 
 
 def _drop_full_mask(model_kwargs: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from attnplug.models.hf import (
     stock_attention,
     valid_part,
 )
-from attnplug.models.instance_method import is_put, put_method
+from attnplug.models.instance_method import is_put, put_method, take_methods
 from attnplug.models.known_latents import ends_as_known, expands_as_known
 from attnplug.models.names import LATENT_NAME
 from attnplug.models.own_code import why_method_replaced, why_watched
@@ -92,7 +92,7 @@ def bind_latents(module: torch.nn.Module) -> None:
 
 def unbind_latents(module: torch.nn.Module) -> None:
     """Undo `bind_latents`."""
-    vars(module).pop(EXPAND, None)
+    take_methods(module, EXPAND)
 
 
 def _keep_latents(

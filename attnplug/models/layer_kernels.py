@@ -107,16 +107,17 @@ class LayerKernels:
             return
         kinds = {kind: self._turned(kind) for kind in set(map(type, self.attentions))}
         turning = [(each, MethodType(kinds[type(each)], each)) for each in self.attentions]
-        taken: list[torch.nn.Module] = []
+        taken: list[tuple[torch.nn.Module, Any]] = []
         try:
             for module, forward in (*self.forwards, *turning):
                 if "forward" not in vars(module):
                     vars(module)["forward"] = forward
-                    taken.append(module)
+                    taken.append((module, forward))
             yield
         finally:
-            for module in taken:
-                vars(module).pop("forward", None)
+            for module, forward in taken:
+                if vars(module).get("forward") is forward:  # not another one by now
+                    del vars(module)["forward"]
 
     def _turned(self, attention: Any) -> Forward:
         """An attention's forward whose rotary embedding is the kernel: the same code, with the

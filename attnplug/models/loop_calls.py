@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.growth import first_room
+from attnplug.models.instance_method import is_replaced
 from attnplug.models.names import CACHE
 from attnplug.models.own_code import own_code
 from attnplug.models.sliding import SlidingLayer, sliding_layers
@@ -74,15 +75,16 @@ def unserved_model(model: PreTrainedModel, kinds: Iterable[str]) -> str:
     # Only a model that names its layers' types takes a mask for each type of them.
     if "sliding" in kinds and not getattr(model.config.get_text_config(), "layer_types", None):
         return f"{family.__name__} takes one mask for all of its layers"
-    return _foreign_method(model, frozenset())
+    return _foreign_method(model)
 
 
-def _foreign_method(model: PreTrainedModel, ours: frozenset[str]) -> str:
-    """Which of OWN_METHODS is neither transformers' own nor one of `ours` on the model, if any.
-    Asked in each call: its class, or one that this is derived from, may have changed since."""
+def _foreign_method(model: PreTrainedModel) -> str:
+    """Which of OWN_METHODS is neither transformers' own nor attnplug's on the model, if any. Asked
+    in each call: the model, its class, or one that this is derived from, may have changed since."""
     family = type(model)
     for name in OWN_METHODS:
-        if name in vars(model) and name not in ours:
+        # Whoever has replaced attnplug's generate since calls it: it is what asks here.
+        if is_replaced(model, name, since=name != "generate"):
             return f"{name} was replaced on this model"
         found = getattr(family, name, None)
         if found is not getattr(MIXIN, name, None):
@@ -90,19 +92,17 @@ def _foreign_method(model: PreTrainedModel, ours: frozenset[str]) -> str:
         code = getattr(own_code(found), "__code__", None)
         if found is not None and (code is None or code.co_filename != STOCK.__file__):
             return f"{name} of transformers' {MIXIN.__name__} was replaced"
-    if hasattr(family, "create_masks_for_generate"):
+    if hasattr(model, "create_masks_for_generate"):
         return f"{family.__name__} makes its own masks"
     return ""
 
 
-def unserved_arguments(
-    model: PreTrainedModel, arguments: Mapping[str, Any], ours: frozenset[str]
-) -> str:
+def unserved_arguments(model: PreTrainedModel, arguments: Mapping[str, Any]) -> str:
     """Why generate must not be told of the loop: it leaves arguments of these out for a loop that
-    is not its own. `ours` are the methods that `apply` has set on the model."""
+    is not its own."""
     if model.device.type not in DEVICES:
         return f"attnplug's own has not been verified on {model.device.type} yet"
-    foreign = _foreign_method(model, ours)
+    foreign = _foreign_method(model)
     if foreign:
         return foreign
     options: Mapping[str, Any] = arguments.get("kwargs", {})

@@ -71,7 +71,7 @@ def bind_pools(module: Any) -> None:
 def unbind_pools(module: Any) -> None:
     """Undo `bind_pools`."""
     unbind_latents(module)
-    vars(module).pop(MASK_METHOD, None)
+    take_methods(module, MASK_METHOD)
     if module.indexer is not None:
         take_methods(module.indexer)
 

@@ -409,7 +409,7 @@ def test_processes_that_share_weights_keep_transformers_loop(ranks, shares, serv
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     monkeypatch.setattr(loop_calls.STOCK, "is_fsdp_managed_module", lambda model: shares)
-    why = loop_calls.unserved_arguments(tiny_model(), {}, frozenset())
+    why = loop_calls.unserved_arguments(tiny_model(), {})
     assert why == ("" if served else "several processes that share each weight generate together")
 
 
