@@ -26,7 +26,7 @@ from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
 from attnplug.models.own_code import eager_function
 from attnplug.models.refusals import refuse_options
-from attnplug.models.sync import may_sync
+from attnplug.models.sync import may_read, may_sync
 from attnplug.models.walk import all_modules
 
 BINDING = "_attnplug_binding"
@@ -141,7 +141,7 @@ def plug_mask(
     if attention_mask is None:
         return None
     # Host syncs once a prefill buy the unmasked kernels; decode steps and traced code never sync.
-    if q_length > 1 and may_sync(attention_mask.is_cuda) and bool(attention_mask.all()):
+    if q_length > 1 and may_read(attention_mask) and bool(attention_mask.all()):
         if attention_mask.shape[-1] >= int(q_offset) + q_length:  # else the missing tail is hidden
             return None
     missing = kv_offset + kv_length - attention_mask.shape[-1]
