@@ -55,7 +55,12 @@ from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.running import between_calls
 from attnplug.models.served import last_served
-from attnplug.models.strangers import refuse_strangers
+from attnplug.models.strangers import (
+    DecoderHook,
+    decoder_hooks,
+    refuse_strangers,
+    unhook_decoders,
+)
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
@@ -77,7 +82,7 @@ class Ledger:
     report: Report
     make_layer: MakeLayer
     bound: list[torch.nn.Module]
-    hooks: list[tuple[PolicyHook, torch.nn.Module]] = field(default_factory=list)
+    hooks: list[tuple[PolicyHook | DecoderHook, torch.nn.Module]] = field(default_factory=list)
     indexed: list[torch.nn.Module] = field(default_factory=list)
     latent: list[torch.nn.Module] = field(default_factory=list)
     configs: SwitchedConfigs | None = None
@@ -153,7 +158,7 @@ def _apply(target: Any, policy: Policies, fuse: bool | None) -> None:
     switched = switched_names(plan)
     if switched:
         hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
-        ledger.hooks = [_hooked(layer) for layer in hooked]
+        ledger.hooks = [*map(_hooked, hooked), *decoder_hooks(target, hooked)]
         ledger.configs = switch_configs(target, switched)
         ledger.indexed = [x.module for x, binding in plan if picks_tokens(x, binding)]
         for module in ledger.indexed:
@@ -194,6 +199,7 @@ def _remove(target: Any) -> None:
         unbind_latents(module)
     for hook, module in [*ledger.hooks, *((x, m) for m in copies for x in hooks_of(m))]:
         hook.detach_hook(module)
+    unhook_decoders(target)
     for module in [*ledger.bound, *copies]:
         delattr(module, BINDING)
     del target.__dict__[STATE]

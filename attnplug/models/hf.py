@@ -25,7 +25,7 @@ from attnplug.models.bands import sdpa_in_bands
 from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
 from attnplug.models.own_code import eager_function
-from attnplug.models.refusals import refuse_options
+from attnplug.models.refusals import refuse_float64, refuse_options
 from attnplug.models.sync import may_read, may_sync
 from attnplug.models.walk import all_modules
 
@@ -248,12 +248,7 @@ def plug_attention(
         return stock_attention(
             module, binding, call, attention_mask, compact, kwargs, attnplug_fresh
         )
-    if query.dtype == torch.float64:
-        raise UnsupportedCallError(
-            "attnplug computes in float32, float16 or bfloat16, and this model was cast to float64 "
-            "after apply. Cast it back, or attnplug.remove(model) and apply again: float64 layers "
-            "then stay the model's own."
-        )
+    refuse_float64(query.dtype)
     call.trace_to = binding.trace_to
     out = binding.policy.attend(call)
     if ours:

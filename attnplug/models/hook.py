@@ -17,8 +17,8 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSliding
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
-from attnplug.models.hf import SERVES
 from attnplug.models.edits import check_room
+from attnplug.models.hf import SERVES
 from attnplug.models.names import (
     ATTENTION_NAMES,
     CACHE_ARGUMENTS,
