@@ -55,12 +55,7 @@ from attnplug.models.loop_calls import unserved_model
 from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.running import between_calls
 from attnplug.models.served import last_served
-from attnplug.models.strangers import (
-    DecoderHook,
-    decoder_hooks,
-    refuse_strangers,
-    unhook_decoders,
-)
+from attnplug.models.strangers import decoder_hooks, refuse_strangers, unhook_decoders
 from attnplug.models.switch import SwitchedConfigs, switch_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
@@ -82,7 +77,7 @@ class Ledger:
     report: Report
     make_layer: MakeLayer
     bound: list[torch.nn.Module]
-    hooks: list[tuple[PolicyHook | DecoderHook, torch.nn.Module]] = field(default_factory=list)
+    hooks: list[tuple[Any, torch.nn.Module]] = field(default_factory=list)
     indexed: list[torch.nn.Module] = field(default_factory=list)
     latent: list[torch.nn.Module] = field(default_factory=list)
     configs: SwitchedConfigs | None = None

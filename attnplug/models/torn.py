@@ -53,12 +53,14 @@ def tokens_in(layer: Any, *, exactly: bool = False) -> int | None:
         return 0 if layer is None else None
     if not layer.is_initialized:
         return 0
-    ours, count = isinstance(layer, PlugLayer), layer.cumulative_length
+    count = layer.cumulative_length
     if not may_read(count):
         return None
-    if count.is_cpu or (exactly and not (ours and layer.captured)):
-        return int(count) + (ours and layer.pending is not None)
-    return layer.counted if ours and not (layer.uncounted or layer.captured) else None
+    if not isinstance(layer, PlugLayer):
+        return int(count) if count.is_cpu or exactly else None
+    if count.is_cpu or exactly:
+        return int(count) + (layer.pending is not None)
+    return None if layer.uncounted or layer.captured else layer.counted
 
 
 def refuse_torn(cache: Cache, index: int, now: Pass) -> None:
