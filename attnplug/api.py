@@ -55,7 +55,7 @@ from attnplug.models.names import ATTENTION_NAMES
 from attnplug.models.owner import Owner
 from attnplug.models.running import between_calls, refuse_running
 from attnplug.models.served import last_served
-from attnplug.models.strangers import refuse_strangers
+from attnplug.models.strangers import hook_decoders, refuse_strangers
 from attnplug.models.switch import copies_of_configs
 from attnplug.models.warmup import generate_ahead
 from attnplug.policies import Phase, Policy, parse
@@ -143,6 +143,7 @@ def _apply(target: Any, policy: Policies, fuse: bool | None) -> None:
             hooked = [x for x in layers if id(x.config) in switched and has_own_slot(x.module)]
             for layer in hooked:
                 ledger.hooks.append(_hooked(layer))
+            hook_decoders(target, hooked)
             ledger.configs = copies_of_configs(target, switched)
             ledger.configs.switch()
             for layer, binding in plan:

@@ -15,6 +15,7 @@ from attnplug.models.hook import PolicyHook, hooks_of
 from attnplug.models.indexed import unbind_indexed
 from attnplug.models.instance_method import InstanceMethod, take_methods
 from attnplug.models.latents import unbind_latents
+from attnplug.models.strangers import unhook_decoders
 from attnplug.models.switch import SwitchedConfigs, give_stock_configs
 from attnplug.reports import Report
 
@@ -50,6 +51,7 @@ class Ledger:
             unbind_latents(module)
         for hook, module in [*self.hooks, *((x, m) for m in copies for x in hooks_of(m))]:
             hook.detach_hook(module)
+        unhook_decoders(target)
         for module in [*self.bound, *copies]:
             vars(module).pop(BINDING, None)
 
@@ -91,6 +93,7 @@ def strip(target: PreTrainedModel, strays: list[torch.nn.Module]) -> None:
     """Take the policy off `strays_of` a model."""
     if strays:
         give_stock_configs(target)
+        unhook_decoders(target)
     for module in strays:
         for hook in hooks_of(module):
             hook.detach_hook(module)

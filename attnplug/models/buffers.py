@@ -19,10 +19,14 @@ def mark_buffer(tensor: torch.Tensor, any_length: bool) -> None:
 
 def count_on(layer: StaticLayer, device: torch.device) -> None:
     """Have a layer count its tokens on a device. transformers copies the count from the host, which
-    waits for all that the GPU has been given: in a prefill that is the layers before."""
+    waits for all that the GPU has been given: in a prefill that is the layers before. It cannot
+    copy that of a layer that was made inside `torch.device("meta")`, which holds no token yet."""
     count = layer.cumulative_length
-    if count.is_cpu and device.type == "cuda" and not torch.compiler.is_compiling():
-        layer.cumulative_length = torch.full((), int(count), dtype=count.dtype, device=device)
+    if torch.compiler.is_compiling() or count.device.type == device.type:
+        return
+    if count.is_meta or (count.is_cpu and device.type == "cuda"):
+        held = 0 if count.is_meta else int(count)
+        layer.cumulative_length = torch.full((), held, dtype=count.dtype, device=device)
 
 
 def count_down(counts: list[torch.Tensor], tokens: int | torch.Tensor) -> None:

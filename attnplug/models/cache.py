@@ -20,7 +20,7 @@ from attnplug.models.edits import EditableCache, check_count, check_room
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.static import static_cache
-from attnplug.models.sync import may_sync
+from attnplug.models.sync import may_read
 from attnplug.models.watched import WatchedLayer
 
 RowBuffers = Mapping[str, float | None]  # name of a side buffer: what `reset` fills it with
@@ -38,8 +38,7 @@ class PlugLayer(WatchedLayer):
     A subclass that sets `defers_write` may leave the writing of a step's token to the op that
     attends: where `defer_next` was set, `update` keeps the token in `pending` and returns the
     buffers without it. The attention that follows takes it (`take_pending`) or writes it (`flush`),
-    and whatever else touches the layer writes it first. No token is pending between two forward
-    passes.
+    and whatever else touches the layer writes it first. No token is pending between two passes.
 
     A subclass that keeps more than keys and values names it in `row_buffers`: attributes, each a
     tensor or a NamedTuple of tensors whose first dimension is the rows, and the number that `reset`
@@ -87,39 +86,38 @@ class PlugLayer(WatchedLayer):
     def _admit(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New tokens as the buffers take them. Raises UnsupportedCallError where they do not fit,
-        which traced and captured code cannot know, or have another dtype: under autocast they are
-        cast, as sdpa would cast them."""
+        """New tokens as the buffers take them, under autocast cast as sdpa casts them. Raises
+        UnsupportedCallError for another dtype, and where the host knows that they do not fit."""
         if torch.compiler.is_compiling():
             self.uncounted = True
         else:
             self._fit_rows(key_states, value_states)
             self.check_room(key_states.shape[2])
-            self.counted += key_states.shape[2]
         cast = autocast_dtype(key_states.device)
         held = self._buffers()[0].dtype if self.is_initialized else cast or key_states.dtype
         if cast is not None:
-            return key_states.to(held), value_states.to(held)
+            key_states, value_states = key_states.to(held), value_states.to(held)
         if key_states.dtype != held:
             raise UnsupportedCallError(
                 f"the cache holds {held} and got keys of {key_states.dtype}. Use a cache in the "
                 "precision that it began with: all of it inside torch.autocast, or none."
             )
+        self.counted += 0 if torch.compiler.is_compiling() else key_states.shape[2]
         return key_states, value_states
 
     def known_length(self, tokens: int) -> int | None:
         """The number of tokens in the buffers; None where the host may not read it, or has no need
         to: what it has counted says that `tokens` more fit. A GPU is asked once the count says
         otherwise, and after steps that were not counted."""
-        on_gpu = not self.cumulative_length.is_cpu
-        if not may_sync(on_gpu):
-            self.captured = True
+        count = self.cumulative_length
+        if not may_read(count):
+            self.captured |= not count.is_meta
             return None
         fits = self.counted + tokens <= self.max_cache_len
-        if on_gpu and fits and not (self.uncounted or self.captured):
+        if count.is_cuda and fits and not (self.uncounted or self.captured):
             return None
         self.uncounted = False
-        self.counted = int(self.cumulative_length) + (self.pending is not None)
+        self.counted = int(count) + (self.pending is not None)
         return self.counted
 
     def check_room(self, tokens: int) -> None:
@@ -290,9 +288,11 @@ class PlugLayer(WatchedLayer):
         count_down([layer.cumulative_length for layer in layers], tokens)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Give each row the content of row `beam_idx[row]`, in place."""
+        """Give each row the content of row `beam_idx[row]`, in place where that changes no size."""
         self.flush()
-        if self.is_initialized:
+        if self.is_initialized and len(beam_idx) != len(self._buffers()[0]):
+            self.batch_select_indices(beam_idx)
+        elif self.is_initialized:
             for buffer in (*self._buffers(), *self._row_tensors(self.row_buffers)):
                 buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
         self.note_writes()
@@ -393,9 +393,9 @@ class PlugCache(EditableCache):
 
     def refresh(self) -> None:
         """Look at all tokens again, after keys or values were edited in place: a method chooses by
-        summaries or codes that it keeps of them. A forward pass notices most edits by itself; it
-        cannot notice those between compiled or captured steps of a loop of your own, or under
-        `torch.inference_mode`. Reads the number of tokens on the host."""
+        summaries or codes that it keeps of them. A pass notices most edits by itself, but none
+        between compiled or captured steps of a loop of your own, or under `torch.inference_mode`.
+        Reads the number of tokens on the host."""
         for layer in self.layers:
             if isinstance(layer, PlugLayer):
                 layer.refresh()

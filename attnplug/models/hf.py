@@ -26,8 +26,8 @@ from attnplug.models.cache import PlugLayer
 from attnplug.models.names import ADDITIVE_NAME, ATTENTION_NAME, CACHE
 from attnplug.models.own_code import eager_function
 from attnplug.models.owner import Owner
-from attnplug.models.refusals import refuse_options
-from attnplug.models.sync import may_sync
+from attnplug.models.refusals import refuse_float64, refuse_options
+from attnplug.models.sync import may_read, may_sync
 from attnplug.models.walk import all_modules
 
 BINDING = "_attnplug_binding"
@@ -144,7 +144,7 @@ def plug_mask(
     if attention_mask is None:
         return None
     # Host syncs once a prefill buy the unmasked kernels; decode steps and traced code never sync.
-    if q_length > 1 and may_sync(attention_mask.is_cuda) and bool(attention_mask.all()):
+    if q_length > 1 and may_read(attention_mask) and bool(attention_mask.all()):
         if attention_mask.shape[-1] >= int(q_offset) + q_length:  # else the missing tail is hidden
             return None
     missing = kv_offset + kv_length - attention_mask.shape[-1]
@@ -251,12 +251,7 @@ def plug_attention(
         return stock_attention(
             module, binding, call, attention_mask, compact, kwargs, attnplug_fresh
         )
-    if query.dtype == torch.float64:
-        raise UnsupportedCallError(
-            "attnplug computes in float32, float16 or bfloat16, and this model was cast to float64 "
-            "after apply. Cast it back, or attnplug.remove(model) and apply again: float64 layers "
-            "then stay the model's own."
-        )
+    refuse_float64(query.dtype)
     call.trace_to = binding.trace_to
     out = binding.policy.attend(call)
     if ours:

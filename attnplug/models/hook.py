@@ -7,7 +7,6 @@ module's own forward pre-hook, because `accelerate.hooks.add_hook_to_module` rep
 others attached and `remove_hook_from_module` removes them.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSliding
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.edits import check_room
+from attnplug.models.hf import SERVES
 from attnplug.models.names import (
     ATTENTION_NAMES,
     CACHE_ARGUMENTS,
@@ -26,17 +26,16 @@ from attnplug.models.names import (
     STATE_ARGUMENT,
 )
 from attnplug.models.refusals import refuse_layer
-from attnplug.models.sync import may_sync
-
-
-@dataclass
-class Fresh:
-    """How many tokens a forward pass puts into a cache that was empty, 0 into another one, how many
-    it has, and the layers that have been told so."""
-
-    tokens: int
-    passed: int
-    told: set[int] = field(default_factory=set)
+from attnplug.models.sync import may_read
+from attnplug.models.torn import (
+    Pass,
+    layer_of,
+    refuse_mask,
+    refuse_other_dtype,
+    refuse_rows,
+    refuse_torn,
+    tokens_in,
+)
 
 
 class PolicyHook(ModelHook):
@@ -76,8 +75,10 @@ class PolicyHook(ModelHook):
             tokens = hidden.shape[1]
             if tokens == 1 and self._may_defer(module, cache, state):
                 state.defer_next = True
-            if tokens > 1 and not torch.compiler.is_compiling():
-                kwargs[FRESH_ARGUMENT] = self._fresh(cache, tokens)
+            if not torch.compiler.is_compiling():
+                fresh = self._begin(module, cache, hidden, kwargs.get("attention_mask"))
+                if tokens > 1:
+                    kwargs[FRESH_ARGUMENT] = fresh
         return args, kwargs
 
     def is_astray(self, module: torch.nn.Module) -> bool:
@@ -93,15 +94,34 @@ class PolicyHook(ModelHook):
                 "when the policy was applied. Call attnplug.remove(model) and apply again."
             )
 
-    def _fresh(self, cache: Cache, tokens: int) -> int:
-        """Of a pass whose first layer has asked. A layer that was told before is in a new pass, and
-        one that is given the last of its tokens alone (Gemma 4) is not."""
-        fresh: Fresh | None = vars(cache).get(FRESH_ARGUMENT)
-        if fresh is None or fresh.passed < tokens or self.layer_index in fresh.told:
-            fresh = Fresh(tokens if _is_empty(cache, tokens) else 0, tokens)
-            vars(cache)[FRESH_ARGUMENT] = fresh
-        fresh.told.add(self.layer_index)
-        return fresh.tokens
+    def _begin(self, module: torch.nn.Module, cache: Cache, hidden: torch.Tensor, mask: Any) -> int:
+        """Refuse what the layer's cache cannot take, before it takes any; how many tokens of the
+        pass go into an empty cache."""
+        now = self._pass(cache, hidden)
+        now.told.add(self.layer_index)
+        if getattr(module, "is_kv_shared_layer", False):  # it reads what another one has taken
+            return now.fresh
+        refuse_torn(cache, self.layer_index, now)
+        layer = layer_of(cache, self.layer_index)
+        if isinstance(layer, CacheLayerMixin):
+            refuse_rows(layer, len(hidden))
+            if _attention_of(module) in SERVES:
+                refuse_mask(mask, layer, hidden, bool(now.fresh))
+        return now.fresh
+
+    def _pass(self, cache: Cache, hidden: torch.Tensor) -> Pass:
+        """The pass that runs. A layer that was told before is in a new one, and one that is given
+        the last of its tokens alone (Gemma 4) is not."""
+        before: Pass | None = vars(cache).get(FRESH_ARGUMENT)
+        tokens = hidden.shape[1]
+        if before is not None and before.tokens >= tokens and self.layer_index not in before.told:
+            return before
+        held = tokens_in(layer_of(cache, self.layer_index))
+        now = Pass(tokens, hidden.dtype, self.layer_index, held)
+        refuse_other_dtype(before, now, hidden.device)
+        now.fresh = tokens if tokens > 1 and _is_empty(cache, tokens) else 0
+        vars(cache)[FRESH_ARGUMENT] = now
+        return now
 
     def _may_defer(self, module: torch.nn.Module, cache: Cache, state: Any) -> bool:
         """Whether the layer's cache may leave the write of its token to the attention that follows:
@@ -109,8 +129,7 @@ class PolicyHook(ModelHook):
         if not (isinstance(state, PlugLayer) and state.defers_write and state.exposes_buffers):
             return False
         own = self.layer_index < len(cache.layers) and cache.layers[self.layer_index] is state
-        config = getattr(module, "config", None)
-        return own and getattr(config, "_attn_implementation", None) in ATTENTION_NAMES
+        return own and _attention_of(module) in ATTENTION_NAMES
 
 
 def hooks_of(module: torch.nn.Module) -> list[PolicyHook]:
@@ -126,6 +145,10 @@ def _cache_in(kwargs: dict[str, Any]) -> Cache | None:
     return None
 
 
+def _attention_of(module: torch.nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
@@ -137,7 +160,7 @@ def _is_full_static(layer: Any) -> bool:
 def state_of(cache: Cache, index: int) -> Any:
     """The layer's cache object. A layer that shares another's keys (Gemma 3n) has none of its own:
     it gets that of the full-attention layer before it, whose length is the same."""
-    layer = cache.layers[index] if index < len(cache.layers) else None
+    layer = layer_of(cache, index)
     if isinstance(layer, CacheLayerMixin):
         return layer
     before = [layer for layer in cache.layers[:index] if _is_full_static(layer)]
@@ -155,7 +178,7 @@ def _is_empty(cache: Cache, tokens: int) -> bool:
         return False
     length = 0
     if layer.is_initialized:
-        if not may_sync(layer.cumulative_length.is_cuda):
+        if not may_read(layer.cumulative_length):
             return False
         length = int(layer.cumulative_length)
     check_room(length, tokens, layer.max_cache_len)

@@ -23,6 +23,16 @@ def refuse_layer(module: torch.nn.Module, hidden: torch.Tensor, kwargs: dict[str
     _refuse(records, dropout if isinstance(dropout, float) else 0.0, kwargs)
 
 
+def refuse_float64(dtype: torch.dtype) -> None:
+    """Raise for queries, or weights, of a layer with a policy."""
+    if dtype == torch.float64:
+        raise UnsupportedCallError(
+            "attnplug computes in float32, float16 or bfloat16, and this model was cast to float64 "
+            "after apply. Cast it back, or attnplug.remove(model) and apply again: float64 layers "
+            "then stay the model's own."
+        )
+
+
 def _refuse(records: bool, dropout: float, kwargs: dict[str, Any]) -> None:
     if records:
         raise GradientError(

@@ -170,10 +170,12 @@ class SlidingLayer(StaticSlidingWindowLayer):
             self.cumulative_length.fill_(self.cumulative_length_int)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Give each row the content of row `beam_idx[row]`, in place."""
+        """Give each row the content of row `beam_idx[row]`, in place where that changes no size."""
         self._leave_inference_mode()
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
+            if len(beam_idx) != len(self.keys):
+                return self.batch_select_indices(beam_idx)
             for buffer in (self.keys, self.values):
                 buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 

@@ -19,6 +19,11 @@ def may_sync(on_gpu: bool) -> bool:
     return not (_FORBIDDEN.get() or (on_gpu and torch.cuda.is_current_stream_capturing()))
 
 
+def may_read(tensor: torch.Tensor) -> bool:
+    """Whether the host may read this tensor here, and there is something to read."""
+    return not tensor.is_meta and may_sync(tensor.is_cuda)
+
+
 @contextlib.contextmanager
 def without_sync() -> Iterator[None]:
     """Have the host read nothing, as in traced code: for what such code calls at run time."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import StaticLayer
 
-from attnplug.models.sync import may_sync
+from attnplug.models.sync import may_read
 
 Versions = tuple[int, ...]
 
@@ -40,7 +40,7 @@ class WatchedLayer(StaticLayer):
         """`refresh`, where the buffers have changed since `note_writes`."""
         if torch.compiler.is_compiling() or self.versions is None:
             return
-        if self.versions != self._versions() and may_sync(not self.cumulative_length.is_cpu):
+        if self.versions != self._versions() and may_read(self.cumulative_length):
             self.refresh()
 
     def refresh(self) -> None:

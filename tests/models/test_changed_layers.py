@@ -172,3 +172,51 @@ def test_a_step_with_a_mask_of_more_keys_than_there_are_is_refused(device):
         model(ids, **{CACHE: cache}, use_cache=True)
         with pytest.raises(UnsupportedCallError, match="45 keys"):
             model(ids[:, :1], attention_mask=mask, **{CACHE: cache}, use_cache=True)
+
+
+def steps_of(model, ids, **options):
+    """Logits of a prompt and of a few tokens behind it."""
+    first = model(ids[:, :TOKENS], use_cache=True, **options)
+    cache = getattr(first, CACHE)
+    return torch.cat([first.logits, model(ids[:, TOKENS:], **{CACHE: cache}).logits], 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [new_attention, new_layer])
+@pytest.mark.parametrize("before", [False, True])
+def test_forward_passes_refuse_a_layer_that_came_later(change, before, device):
+    """Its own attention would compute with the masks that are made for attnplug's."""
+    model = attnplug.apply(model_of(device), GATHER)
+    other = tiny_model(device=device, num_hidden_layers=3, seed=5)
+    ids = torch.randint(3, 97, (1, 2 * TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
+    if before:
+        steps_of(model, ids)
+    old = list(model.model.layers), [layer.self_attn for layer in model.model.layers]
+    change(model, other)
+    padding = torch.ones_like(ids)
+    padding[:, :2] = 0
+    for options in ({}, {"attention_mask": padding}, {"use_cache": False}):
+        with pytest.raises(UnsupportedCallError, match=f"was put there after apply.*{AGAIN}"):
+            model(ids, **options)
+    for index, (layer, attention) in enumerate(zip(*old, strict=True)):
+        layer.self_attn = attention
+        model.model.layers[index] = layer
+    wanted = steps_of(model_of(device), ids)
+    assert (steps_of(model, ids) - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@torch.no_grad()
+def test_a_model_of_one_layer_refuses_another_one(device):
+    model = attnplug.apply(tiny_model(device=device, num_hidden_layers=1), "dense")
+    model.model.layers[0] = tiny_model(device=device, num_hidden_layers=1, seed=5).model.layers[0]
+    with pytest.raises(UnsupportedCallError, match=f"was put there after apply.*{AGAIN}"):
+        model(torch.ones(1, TOKENS, dtype=torch.int64, device=device))
+
+
+@torch.no_grad()
+def test_a_copied_decoder_is_free_of_hooks_after_remove(device):
+    model = attnplug.apply(model_of(device), "dense")
+    model.model = copy.deepcopy(model.model)
+    attnplug.remove(model)
+    assert not any(each._forward_pre_hooks for each in model.modules())
