@@ -102,7 +102,8 @@ class PlugLayer(WatchedLayer):
                 f"the cache holds {held} and got keys of {key_states.dtype}. Use a cache in the "
                 "precision that it began with: all of it inside torch.autocast, or none."
             )
-        self.counted += 0 if torch.compiler.is_compiling() else key_states.shape[2]
+        if not torch.compiler.is_compiling():
+            self.counted += key_states.shape[2]
         return key_states, value_states
 
     def known_length(self, tokens: int) -> int | None:
@@ -196,8 +197,7 @@ class PlugLayer(WatchedLayer):
         comes through here first, but `reset`, which wants no such token."""
         self.notice_edits()
         self._leave_inference_mode()
-        pending = self.take_pending()
-        if pending is not None:
+        if (pending := self.take_pending()) is not None:
             self._write(*pending)
 
     @property
