@@ -109,8 +109,9 @@ class AttentionCall:
     first key that it lets through, and is given for T > 1 only. `state` is the layer's static
     cache, a method's own layer where generate or `make_cache` made it, or None. `trace_to` takes
     the edges that a tracing method finds, while `attnplug.trace.record` is on. `follow` is how many
-    tokens of the prompt are known to come after these queries. `picked` is what the
-    model itself has picked, where it does. The policy leaves the name of the method that has served
+    tokens of the prompt are known to come after these queries, None where nobody knows it, as an
+    engine says of no chunk that it is the last. `picked` is what the model itself has picked, where
+    it does. The policy leaves the name of the method that has served
     the call in `served_by`, and where that is "dense" in another method's place, the reason in
     `why_dense`; `is_step` says whether it was the method that decodes. The attention is causal; a
     policy returns `[B,Hq,T,D]`.
@@ -127,7 +128,7 @@ class AttentionCall:
     key_mask: torch.Tensor | None = None
     state: "StaticLayer | None" = None
     trace_to: "EdgeWriter | None" = None
-    follow: int = 0
+    follow: int | None = 0
     picked: PickedBlocks | PickedCompressed | None = None
     served_by: str = ""
     why_dense: str = ""

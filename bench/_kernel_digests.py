@@ -89,16 +89,22 @@ def _defaults(method: Any) -> dict[str, str]:
     return {each.name: repr(each.default) for each in dataclasses.fields(method)}
 
 
-def same(ran: dict[str, Any], now: dict[str, Any], ops: set[str], policies: list[str]) -> bool:
+def same(
+    ran: dict[str, Any], now: dict[str, Any], ops: set[str], policies: dict[str, set[str]]
+) -> bool:
     """Whether both compile the same in every case that both have of these ops, and give these
-    policies' options the same defaults. False where one of the ops was not looked at."""
+    policies' options the same defaults, but for those that a row names. False where one of the ops
+    was not looked at."""
     if ran["triton"] != now["triton"] or not ops or not ops <= ran["ops"].keys():
         return False
     cases = [(ran["ops"][op], now["ops"].get(op, {})) for op in ops]
     if not all(old.keys() & new.keys() for old, new in cases):
         return False
-    pairs = [(ran["defaults"][x], now["defaults"][x]) for x in policies if x in ran["defaults"]]
-    return all(old[key] == new[key] for old, new in cases + pairs for key in old.keys() & new)
+    for policy, named in policies.items():
+        old, new = (each["defaults"].get(policy, {}) for each in (ran, now))
+        if any(old[option] != new[option] for option in (old.keys() & new) - named):
+            return False
+    return all(old[key] == new[key] for old, new in cases for key in old.keys() & new)
 
 
 def _short(text: str) -> str:

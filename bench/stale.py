@@ -149,6 +149,13 @@ def _bare(policy: str) -> str:
     return re.sub(r"\([^)]*\)", "", policy)
 
 
+def _options(policy: str) -> dict[str, set[str]]:
+    """The methods of a policy, and the options that it names of each."""
+    terms = re.findall(r"([\w-]+)(?:\(([^)]*)\))?", policy)
+    named = {name: set(re.findall(r"(\w+)=", options)) for name, options in terms}
+    return named | ({"momo": set(), "sketch": set()} if "auto" in named else {})  # what it takes
+
+
 def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
@@ -196,8 +203,7 @@ class History:
         known = {**_exports(self.root), **OF_TORCH}
         ops = {op for op, path in known.items() if path in files and op.islower()}
         ops = {op for op in ops if self._had(commit, op)}
-        policies = re.findall(r"[\w-]+", _bare(row.get("policy") or ""))
-        return bool(ran and now) and same(ran, now, ops, policies)
+        return bool(ran and now) and same(ran, now, ops, _options(row.get("policy") or ""))
 
     @functools.cache  # noqa: B019
     def _had(self, commit: str, op: str) -> bool:

@@ -6,9 +6,9 @@ from attnplug.policies.dense import known_from
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
 CROSSOVER_FACTOR = {"cuda": 4, "cpu": 8}
 CROSSOVER_FLOOR = {"cuda": 8192, "cpu": 4096}
-# The tail of a prompt of LONG tokens, and of a shorter one, or of a chunk that nobody knows the
-# prompt of. With 128 queries four needles of fifty were lost at 64K and 128K, with 1,024 two, for
-# 2% of the first token's time (docs/log/momo.md).
+# The tail of a prompt of LONG tokens, and of a shorter one, or of an engine's chunk, which may be
+# any part of its prompt. With 128 queries four needles of fifty were lost at 64K and 128K, with
+# 1,024 two, for 2% of the first token's time (docs/log/momo.md).
 LONG = 16384
 LONG_TAIL, SHORT_TAIL = 1024, 128
 

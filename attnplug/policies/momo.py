@@ -257,6 +257,8 @@ class Momo(DenseBelow):
     def _tail(self, call: AttentionCall) -> int:
         """How many of the call's queries are dense, its last ones."""
         follow, state, queries = call.follow, call.state, call.q.shape[2]
+        if follow is None:  # a chunk of a prompt that nobody knows
+            return min(self.tail_of(0), queries)
         tokens = queries + follow
         if not torch.compiler.is_compiling() and isinstance(state, PlugLayer):
             follow = max(follow, state.prefill_tokens - state.counted)

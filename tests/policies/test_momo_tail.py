@@ -125,3 +125,15 @@ def test_chunks_of_a_known_prompt_have_its_tail(monkeypatch):
         for begin in (0, 160, 320):
             model(ids[:, begin : begin + 160], past_key_values=cache)
         assert seen == [30] * 3 * layers
+
+
+def test_an_engines_chunk_has_a_short_tail(device):
+    """It may be any part of its prompt."""
+    c = call(device, padded=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_momo_defaults, "LONG", 1)
+        patch.setattr(_momo_defaults, "SHORT_TAIL", 33)
+        method = dataclasses.replace(MOMO, tail=None)
+        assert method._tail(c) == min(1024, TOKENS)
+        assert method._tail(dataclasses.replace(c, follow=None)) == 33
+        assert TAILED._tail(dataclasses.replace(c, follow=None)) == 40

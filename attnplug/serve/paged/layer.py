@@ -208,7 +208,8 @@ class ServedLayer:
         return self._call(queries, keys, values)
 
     def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
-        return AttentionCall(q, k, v, self.scale, softcap=self.softcap, sinks=self.sinks)
+        rows = {"softcap": self.softcap, "sinks": self.sinks, "follow": None}
+        return AttentionCall(q, k, v, self.scale, **rows)
 
     def warm_prompts(
         self, chunk: int, longest: int, *, heads: int, kv_heads: int, head_dim: int, **place
