@@ -95,8 +95,8 @@ def _call(timing: Sequence[Row], asked: str, n: int) -> str:
     return f"**{found[-1]:.2f}x**" if found[-1] > 1 else f"{found[-1]:.2f}x"
 
 
-# What keeps the cache of a policy that takes methods, or drafts.
-CACHES = {"auto": "sketch", "exact": "gather"}
+# Whose rows tell the cache of a policy that takes methods, or drafts; picks take no memory.
+CACHES = {"auto": "sketch(k=2048)", "sketch": "sketch(k=2048)", "exact": "gather"}
 
 
 def _memory(timing: Sequence[Row], policy: str) -> str:
