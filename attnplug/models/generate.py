@@ -265,7 +265,7 @@ def _prefill(
         with prompt_kernels(model, input_ids, config, model_kwargs):
             outputs = stock(input_ids, config, model_kwargs, **options)
         if generation_config.max_length != input_ids.shape[1] + 1:  # else no step comes
-            note_steps(vars(model)[BOUND], cache)
+            note_steps(vars(model).get(BOUND, ()), cache)
         return outputs
     finally:
         for layer in layers:
@@ -344,7 +344,7 @@ def _speculated(generation_config: Any, generation_mode: Any) -> int:
 
 def _drafted(model: Any) -> int:
     """Tokens that a round may write past the final length before it takes them back."""
-    policies = [b.policy for m in vars(model)[BOUND] if (b := binding_of(m)) is not None]
+    policies = [b.policy for m in vars(model).get(BOUND, ()) if (b := binding_of(m)) is not None]
     return max((each.rounds() for each in policies if each is not None), default=0)
 
 

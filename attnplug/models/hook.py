@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSliding
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.edits import check_room
-from attnplug.models.hf import SERVES
+from attnplug.models.hf import SERVES, plug_mask
 from attnplug.models.names import (
     ATTENTION_NAMES,
     CACHE_ARGUMENTS,
@@ -105,7 +105,7 @@ class PolicyHook(ModelHook):
         layer = layer_of(cache, self.layer_index)
         if isinstance(layer, CacheLayerMixin):
             refuse_rows(layer, len(hidden))
-            if _attention_of(module) in SERVES:
+            if SERVES.get(_attention_of(module) or "", (None, None))[1] is plug_mask:
                 refuse_mask(mask, layer, hidden, bool(now.fresh))
         return now.fresh
 

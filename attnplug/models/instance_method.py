@@ -60,8 +60,10 @@ def _put(model: Any, name: str, slot: str, function: Callable[..., Any]) -> None
 
 
 def stock_method(model: Any, name: str) -> Callable[..., Any]:
-    """What `model.name` would be had `put_method` not put another one in its place."""
-    return vars(model)[PUT][name].stock
+    """What `model.name` would be had `put_method` not put another one in its place; what it is
+    where that was taken off again during a call."""
+    put = vars(model).get(PUT, {}).get(name)
+    return getattr(model, name) if put is None else put.stock
 
 
 def is_put(model: Any, name: str) -> bool:

@@ -108,7 +108,8 @@ def refuse_rows(layer: Any, rows: int) -> None:
 
 def refuse_mask(mask: Any, layer: Any, hidden: torch.Tensor, fresh: bool) -> None:
     """Raise UnsupportedCallError where a mask `[B,H,T,S]` is not of the layer's rows, queries and
-    keys. That of a `fresh` prompt may have room for later keys."""
+    keys. That of a `fresh` prompt may have room for later keys. Of layers whose masks are made by
+    `plug_mask`: others may have masks of more than keys, such as of entries."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
         return
     rows, queries = hidden.shape[:2]

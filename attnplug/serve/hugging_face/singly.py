@@ -70,7 +70,9 @@ class Logged:
             raise
         except BaseException as error:
             LOG.exception("a stream failed")
-            raise RuntimeError(FAILED) from error
+            if isinstance(error, Exception):
+                raise RuntimeError(FAILED) from error  # whose text the client is told
+            raise
 
 
 class Singly(GenerateManager):
