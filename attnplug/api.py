@@ -157,8 +157,7 @@ def _apply(target: Any, policy: Policies, fuse: bool | None) -> None:
             fusion = Fusion.of(target, bool(fuse)) if may else None
             ours = None if loop else DecodeLoop(fusion=fusion)
             make = None if keeps else ledger.make_layer
-            kernels = fuse is not False
-            ledger.methods = bind_generate(target, make, ours, bound, has_kernels=kernels)
+            bind_generate(target, make, ours, bound, has_kernels=fuse is not False)
         ledger.compiled = take_compiled(target)
         target.__dict__[STATE] = ledger
         refuse_running(target, "apply")  # a call may have begun that nobody had to tell of

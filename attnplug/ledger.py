@@ -33,13 +33,12 @@ class Ledger:
     indexed: list[torch.nn.Module] = field(default_factory=list)
     latent: list[torch.nn.Module] = field(default_factory=list)
     configs: SwitchedConfigs | None = None
-    methods: list[str] = field(default_factory=list)
     compiled: dict[str, Any] = field(default_factory=dict)
 
     def undo(self, target: PreTrainedModel) -> None:
         """Take off the model what it has of this, also where `apply` has come only so far."""
         vars(target).pop(STATE, None)
-        unbind_generate(target, self.methods)
+        unbind_generate(target)
         take_compiled(target)
         vars(target).update(self.compiled)
         if self.configs is not None:

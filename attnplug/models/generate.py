@@ -65,6 +65,7 @@ METHODS = (
     SWITCH_METHOD,
     INIT_METHOD,
 )
+KEPT = (BOUND, LAYER_MAKER, LARGEST, LENGTHS, KERNELS, LOOP, LOCAL)  # beside them, on the model
 
 
 def bind_generate(
@@ -73,19 +74,16 @@ def bind_generate(
     loop: DecodeLoop | None,
     bound: list[torch.nn.Module],
     has_kernels: bool,
-) -> list[str]:
+) -> None:
     """Give this instance refusals, its own cache preparation unless make_layer is None, and with it
     attnplug's decode loop if there is one, and kernels of its layers if it `has_kernels`. `bound`
-    are its attention modules. Returns the names of the attributes that were set beside METHODS,
-    which `unbind_generate` deletes again."""
+    are its attention modules."""
     vars(model)[BOUND] = bound
-    names = [BOUND]
     if make_layer is not None and hasattr(model, CACHE_METHOD):
         vars(model)[LAYER_MAKER] = make_layer
         vars(model)[LARGEST] = 0
         vars(model)[LENGTHS] = ()
         put_method(model, CACHE_METHOD, _prepare_cache_for_generation)
-        names += [LAYER_MAKER, LARGEST, LENGTHS]
         if hasattr(model, STEP_METHOD):
             put_method(model, STEP_METHOD, _prepare_step)
         if hasattr(type(model), PREFILL_METHOD):
@@ -93,16 +91,12 @@ def bind_generate(
         put_method(model, COMPILE_METHOD, _may_compile)
         if has_kernels:
             vars(model)[KERNELS] = LayerKernels()
-            names.append(KERNELS)
         if loop is not None:
             vars(model)[LOOP] = loop
-            names.append(LOOP)
     if hasattr(model, GENERATE_METHOD):
         put_method(model, GENERATE_METHOD, _generate)
-        names.append(LOCAL)
     bind_batching(model)
     put_method(model, SWITCH_METHOD, _refuse_switch)
-    return names
 
 
 def own_cache(model: PreTrainedModel, served: Iterable[torch.nn.Module] = ()) -> str:
@@ -134,13 +128,14 @@ def last_call(model: PreTrainedModel) -> tuple[str, str, str, str]:
     return "", "" if loop.fusion is None else str(loop.fusion), loop.steps(), kernels
 
 
-def unbind_generate(model: PreTrainedModel, names: list[str]) -> None:
-    """Undo `bind_generate`, and what its loop has done to the weights."""
+def unbind_generate(model: PreTrainedModel) -> None:
+    """Undo `bind_generate`, also where it has come only so far, and what its loop has done to the
+    weights."""
     loop: DecodeLoop | None = vars(model).get(LOOP)
     if loop is not None and loop.fusion is not None:
         loop.fusion.unpack(model)
     take_methods(model, *METHODS)
-    for name in names:
+    for name in KEPT:
         vars(model).pop(name, None)
 
 
@@ -161,8 +156,8 @@ def _prepare_cache_for_generation(
         grows = isinstance(given, GrowingCache)
         given.reserve(room + speculated if grows else max_cache_length)
     chosen = generation_config.cache_implementation not in (None, "static")
-    # Who prepares the inputs of each pass, as PEFT does for learned prompts, counts on the cache
-    # that transformers gives, and who prepares the cache has chosen one.
+    # A method of the user's that prepares the inputs of each pass, such as PEFT's for learned
+    # prompts, counts on the cache that transformers gives; one that prepares the cache chooses it.
     replaced = is_replaced(model, STEP_METHOD) or is_replaced(model, CACHE_METHOD, since=False)
     if given is not None or chosen or replaced or generation_config.use_cache is False:
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)

@@ -2,7 +2,7 @@
 token of it: a pass that ends early leaves some layers with its tokens and others without.
 
 transformers' dynamic cache fails on such a torn cache by the sizes of masks and keys. attnplug's
-attention takes its mask from each layer itself, and would compute over what is there.
+attention takes its mask from each layer itself, and would compute over the keys that are left.
 """
 
 from dataclasses import dataclass, field

@@ -31,7 +31,8 @@ def tokens_of(model, **options):
 
 
 class Wide:
-    """A user's method: it has a pass's tokens lie twice as far apart, and calls what was there."""
+    """A user's method, which calls the one that it wraps, and has a pass's tokens lie twice as far
+    apart."""
 
     def __init__(self, stock):
         self.stock = stock
@@ -44,7 +45,7 @@ class Wide:
 
 
 class Counting:
-    """A user's method that counts its calls, and calls what was there."""
+    """A user's method that counts its calls, and calls the method that it wraps."""
 
     def __init__(self, stock):
         self.stock, self.calls = stock, 0

@@ -12,7 +12,7 @@ import attnplug
 from attnplug import api, trace
 from attnplug.errors import AlreadyAppliedError, NotAppliedError, UnsupportedCallError
 from attnplug.ledger import STATE
-from attnplug.models import running
+from attnplug.models import generate, running
 from attnplug.models.hf import BINDING, bindings_of
 from attnplug.models.hook import hooks_of
 from attnplug.models.switch import is_switched
@@ -120,10 +120,14 @@ def test_a_part_of_a_model_that_has_a_policy_keeps_it():
 
 
 @pytest.mark.parametrize(
-    "step", ["_hooked", "copies_of_configs", "DecodeLoop", "bind_generate", "take_compiled"]
+    ("part", "step"),
+    [
+        *((api, name) for name in ("_hooked", "copies_of_configs", "DecodeLoop", "bind_generate")),
+        *((api, "take_compiled"), (generate, "bind_batching")),
+    ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_policy_that_comes_half_way_goes_again(step, error, monkeypatch):
+def test_a_policy_that_comes_half_way_goes_again(part, step, error, monkeypatch):
     model = tiny_model()
     wanted, config = answer(model), model.config
     before = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -132,7 +136,7 @@ def test_a_policy_that_comes_half_way_goes_again(step, error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(api, step, interrupted)
+        patch.setattr(part, step, interrupted)
         with pytest.raises(error):
             attnplug.apply(model, "momo+gather")
     assert traces_of(model) == [] and model.config is config
