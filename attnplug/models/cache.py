@@ -42,9 +42,8 @@ class PlugLayer(WatchedLayer):
 
     A subclass that keeps more than keys and values names it in `row_buffers`: attributes, each a
     tensor or a NamedTuple of tensors whose first dimension is the rows, and the number that `reset`
-    fills them with (None: `reset` leaves them). It makes them in `lazy_initialization` by
-    `bind_rows`, and the base moves them with their rows. What a buffer says of the tokens of a row,
-    `update` and `crop` must keep true.
+    fills them with (None: none). It makes them in `lazy_initialization` by `bind_rows`, and the
+    base moves them with their rows. `update` and `crop` must keep true what they say of tokens.
     """
 
     row_buffers: ClassVar[RowBuffers] = {}
@@ -64,6 +63,7 @@ class PlugLayer(WatchedLayer):
     first_key: torch.Tensor | None = None  # of each row [B], while generate steps a padded batch
     round_part: str = ""  # "draft", "verify" or "dense" while generate decodes in rounds
     no_rounds: str = ""  # why it does not
+    is_expected: bool | None = None  # a step is captured before `prepare_steps` (None: never)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         count_on(self, key_states.device)

@@ -9,7 +9,7 @@ step, a graph serves later calls of generate, too, which are about the same memo
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,10 +31,19 @@ class CapturedStep:
         self.replay: Replay | None = None
         self.first = True
         self.stream: torch.cuda.Stream | None = None
+        self.kind: Hashable = None  # of the call, where it was told
+        self.known: set[Hashable] = set()  # kinds of calls that were captured behind a first step
 
     def begin(self) -> None:
         """A call of generate begins."""
-        self.replay, self.first = None, True
+        self.replay, self.first, self.kind = None, True, None
+
+    def ahead(self, kind: Hashable, *arguments: Any) -> None:
+        """Capture the first step of a call before its time, where one of its kind has run before:
+        what such a step does on the host is done then."""
+        self.kind = kind
+        if self.first and kind in self.known:
+            self.replay, self.first = capture(lambda: self.step(*arguments), self._stream), False
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
         if self.first:
@@ -42,6 +51,8 @@ class CapturedStep:
             return self.step(*arguments)
         if self.replay is None:
             self.replay = capture(lambda: self.step(*arguments), self._stream)
+            if self.kind is not None:
+                self.known.add(self.kind)
         return self.replay()
 
     def _stream(self) -> torch.cuda.Stream:

@@ -28,6 +28,7 @@ from torch._dynamo.utils import counters
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from attnplug.models.ahead import capture_ahead
 from attnplug.models.all_reduce import one_shot_options
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.captured import CapturedStep, Step
@@ -49,8 +50,8 @@ from attnplug.models.patience import PATIENCE, PatientStep, is_capturable, is_on
 from attnplug.models.regional import LayeredStep
 from attnplug.models.rounds import RoundSteps, drafts_of
 from attnplug.models.sliding import (
-    SlidingLayer,
     catch_up,
+    crops_exactly,
     in_rounds,
     note_steps,
     sliding_layers,
@@ -282,7 +283,7 @@ class Decoding:
     def _may_overrun(self) -> bool:
         """Whether steps past the end leave no trace: a cache that nobody sees again, or layers that
         `crop` brings back to what they were, and no trace file."""
-        if self.is_kept() and not all(_crops_exactly(layer) for layer in self.cache.layers):
+        if self.is_kept() and not all(crops_exactly(layer) for layer in self.cache.layers):
             return False
         return all(each.trace_to is None for each in self.bound.values())
 
@@ -331,8 +332,11 @@ class Decoding:
             end = self._ended(buffers, lag=0 if due else self.lag)
             if end is not None:
                 return end
+            fed = self.model, self.cache, *buffers.stepped(), self.greedy, options
+            if due:
+                capture_ahead(self, step, due, fed)
             self._prepare_layers(due, buffers)
-            found = step(self.model, self.cache, *buffers.stepped(), self.greedy, options)
+            found = step(*fed)
             self.notice.cancel()  # from here on tokens come
             if found is not None:
                 self._choose(found, buffers)
@@ -438,12 +442,6 @@ class Decoding:
             return tokens
         named: dict[str, Any] = {CACHE: self.cache}
         return GenerateDecoderOnlyOutput(sequences=tokens, **named)
-
-
-def _crops_exactly(layer: Any) -> bool:
-    if isinstance(layer, SlidingLayer):  # it forgets what it would have to bring back
-        return False
-    return layer.crops_exactly
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

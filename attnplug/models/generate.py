@@ -40,7 +40,7 @@ from attnplug.models.picked_entries import reads_entries
 from attnplug.models.running import running
 from attnplug.models.served import forget_served, note_steps
 from attnplug.models.static import has_no_static_layers, static_cache
-from attnplug.models.strangers import refuse_strangers
+from attnplug.models.strangers import LayerWatch
 from attnplug.models.user_hooks import user_hooks
 
 BOUND = "_attnplug_bound"  # the modules whose attention a policy may serve
@@ -55,6 +55,7 @@ GENERATE_METHOD = "generate"
 PREFILL_METHOD = "_prefill"
 COMPILE_METHOD = "_valid_auto_compile_criteria"
 LOOP = "_attnplug_loop"
+WATCH = "_attnplug_watch"
 SWITCH_METHOD = "set_attn_implementation"
 METHODS = (
     GENERATE_METHOD,
@@ -65,7 +66,16 @@ METHODS = (
     SWITCH_METHOD,
     INIT_METHOD,
 )
-KEPT = (BOUND, LAYER_MAKER, LARGEST, LENGTHS, KERNELS, LOOP, LOCAL)  # beside them, on the model
+KEPT = (
+    BOUND,
+    LAYER_MAKER,
+    LARGEST,
+    LENGTHS,
+    KERNELS,
+    LOOP,
+    WATCH,
+    LOCAL,
+)  # beside them, on the model
 
 
 def bind_generate(
@@ -94,6 +104,7 @@ def bind_generate(
         if loop is not None:
             vars(model)[LOOP] = loop
     if hasattr(model, GENERATE_METHOD):
+        vars(model)[WATCH] = LayerWatch()
         put_method(model, GENERATE_METHOD, _generate)
     bind_batching(model)
     put_method(model, SWITCH_METHOD, _refuse_switch)
@@ -204,7 +215,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     with running(model):
         if BOUND not in vars(model):  # the policy went while this call waited
             return model.generate(*args, **kwargs)
-        refuse_strangers(model)
+        vars(model)[WATCH].look(model)
         loop: DecodeLoop | None = vars(model).get(LOOP)
         forget_served(vars(model)[BOUND])
         if loop is not None:

@@ -101,12 +101,16 @@ class PolicyHook(ModelHook):
         now.told.add(self.layer_index)
         if getattr(module, "is_kv_shared_layer", False):  # it reads what another one has taken
             return now.fresh
-        refuse_torn(cache, self.layer_index, now)
         layer = layer_of(cache, self.layer_index)
-        if isinstance(layer, CacheLayerMixin):
-            refuse_rows(layer, len(hidden))
-            if SERVES.get(_attention_of(module) or "", (None, None))[1] is plug_mask:
-                refuse_mask(mask, layer, hidden, bool(now.fresh))
+        known = isinstance(layer, CacheLayerMixin)
+        if now.held != 0 or not known or layer.is_initialized:  # else both are empty
+            refuse_torn(cache, self.layer_index, now)
+            if known:
+                refuse_rows(layer, len(hidden))
+        if not (known and isinstance(mask, torch.Tensor)):
+            return now.fresh
+        if SERVES.get(_attention_of(module) or "", (None, None))[1] is plug_mask:
+            refuse_mask(mask, layer, hidden, bool(now.fresh))
         return now.fresh
 
     def _pass(self, cache: Cache, hidden: torch.Tensor) -> Pass:

@@ -10,7 +10,7 @@ Where norms, rotary embeddings and activations have kernels (layer_kernels.py), 
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,6 +57,15 @@ class PatientStep:
         if isinstance(self.now, (CapturedStep, LayeredStep)):
             self.now.begin()
 
+    def ahead(self, kind: Hashable, *arguments: Any) -> None:
+        """`CapturedStep.ahead`, while steps are captured."""
+        if not isinstance(self.now, CapturedStep) or self.left <= 0:
+            return
+        try:
+            self.now.ahead(kind, *arguments)
+        except NotReplayable as why:
+            self._give_up(why, arguments)
+
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
         if not isinstance(self.now, CapturedStep):
             return self.now(*arguments)
@@ -67,9 +76,12 @@ class PatientStep:
         try:
             return self.now(*arguments)
         except NotReplayable as why:
-            LOG.warning("decode steps cannot be captured: %s", why)
-            _forget_pending(arguments[1].layers)
-            return self._compile()(*arguments)
+            return self._give_up(why, arguments)(*arguments)
+
+    def _give_up(self, why: "NotReplayable", arguments: Sequence[Any]) -> Step:
+        LOG.warning("decode steps cannot be captured: %s", why)
+        _forget_pending(arguments[1].layers)
+        return self._compile()
 
     def _compile(self) -> Step:
         self.now = self.compiled()

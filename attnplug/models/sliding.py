@@ -285,3 +285,9 @@ def window_mask(layers: Iterable[Any], real: torch.Tensor | None, rows: int) -> 
     held = min(size, tokens)
     mask[:, 0, 0, :held] = True if real is None else real[:, tokens - held : tokens]
     return mask
+
+
+def crops_exactly(layer: Any) -> bool:
+    """Whether `crop` leaves a layer as if the steps had not been. A window forgets what it would
+    have to bring back."""
+    return not isinstance(layer, SlidingLayer) and layer.crops_exactly

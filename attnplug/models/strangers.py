@@ -34,7 +34,7 @@ def refuse_strangers(model: nn.Module) -> None:
 
 @dataclass
 class Way:
-    """All steps from a decoder down to its attention layers: among which `children` each is found,
+    """All steps from a module down to its attention layers: among which `children` each is found,
     under which `names`, which `modules` these are, and of how many children (`sizes`)."""
 
     children: list[Children] = field(default_factory=list)
@@ -60,20 +60,38 @@ class Way:
         return leads
 
 
+class LayerWatch:
+    """Looks for strangers among a module's attention layers. It walks over the module only where
+    something has changed on the way from it to these layers since it looked last."""
+
+    def __init__(self) -> None:
+        self.way = Way()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerWatch, ()  # a copy has other modules
+
+    def look(self, module: nn.Module) -> bool:
+        """`refuse_strangers`; whether something has changed."""
+        if self.way.holds():
+            return False
+        self.way = Way()
+        refuse_strangers(module)
+        self.way.lead_from(module)
+        return True
+
+
 class DecoderHook:
     """Refuses a forward pass of a decoder before any of its layers has begun: one over layers that
     have come since `apply`, and one of layers with a policy that were cast to float64 since.
-
-    It walks over the decoder only where something has changed on the way from it to its attention
-    layers since the last pass. Compiled code is not looked at."""
+    Compiled code is not looked at."""
 
     def __init__(self) -> None:
         self.handle: RemovableHandle | None = None
-        self.way = Way()
+        self.watch = LayerWatch()
         self.served: nn.Module | None = None  # the first attention layer with a policy
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"way": Way(), "served": None}  # a copy has other modules
+        return vars(self) | {"served": None}  # a copy has other modules
 
     @classmethod
     def on(cls, decoder: nn.Module) -> Self:
@@ -91,20 +109,13 @@ class DecoderHook:
     def _before_forward(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self.way.holds():
-            self._look(decoder)
+        if self.watch.look(decoder):
+            self.served = next(
+                (x for x in all_modules(decoder) if getattr(binding_of(x), "policy", None)), None
+            )
         weight = None if self.served is None else next(self.served.parameters(), None)
         if weight is not None and autocast_dtype(weight.device) is None:
             refuse_float64(weight.dtype)
-
-    def _look(self, decoder: nn.Module) -> None:
-        """Refuse strangers among a decoder's layers, and remember what it consists of."""
-        self.way = Way()
-        refuse_strangers(decoder)
-        self.served = next(
-            (x for x in all_modules(decoder) if getattr(binding_of(x), "policy", None)), None
-        )
-        self.way.lead_from(decoder)
 
 
 def hook_decoders(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:

@@ -77,10 +77,13 @@ def refuse_torn(cache: Cache, index: int, now: Pass) -> None:
     first = tokens_in(layer_of(cache, now.first), exactly=True)
     held = tokens_in(layer, exactly=True)
     if first is not None and held is not None and first - now.tokens != held:
+        # A dynamic layer's reset() forgets its tokens since transformers 5.18.
+        empties = not isinstance(layer, DynamicLayer | None)
         raise UnsupportedCallError(
             f"a forward pass that ended early has left this cache torn: its layer {now.first} held "
-            f"{first - now.tokens} tokens and layer {index} holds {held}. Call its reset() or make "
-            "another cache, and give it all tokens again."
+            f"{first - now.tokens} tokens and layer {index} holds {held}. "
+            f"{'Call its reset() or make' if empties else 'Make'} another cache, and give it all "
+            "tokens again."
         )
 
 

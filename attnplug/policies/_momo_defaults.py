@@ -2,6 +2,7 @@
 
 from attnplug.policies.dense import known_from
 
+KINDS = ("cpu", "cuda")  # of devices
 # Below this many query tokens for each key that a query block may read, dense attention is
 # faster, and below so many tokens in any case; measured (docs/log/momo.md).
 CROSSOVER_FACTOR = {"cuda": 4, "cpu": 8}

@@ -42,9 +42,8 @@ class SketchLayer(PlugLayer):
     where `note_queries` has it; before steps of generate, which calls `prepare_steps`; in a step
     that is not compiled. The host starts that work and does not wait for it. It counts the tokens
     for that, `seen`; compiled code does not count.
-    Codes follow `progress`: what shortens a row lowers it, what moves rows moves them along, and a
-    new basis begins it anew. Caches that the method does not serve (`serves`: rows, slots, device)
-    have neither: dense reads them whole.
+    Codes follow `progress`: what shortens a row lowers it, and a new basis begins it anew. Caches
+    that the method does not serve (`serves`: rows, slots, device) have neither: dense reads them.
     """
 
     row_buffers: ClassVar[RowBuffers] = {
@@ -63,6 +62,7 @@ class SketchLayer(PlugLayer):
     hint: torch.Tensor | None = None
     asked: Asked | None = None  # of the last call
     is_fitted = False
+    is_expected: bool | None = False
     on_host = False
     seen = 0  # tokens, as far as the host knows
     without_query = 0  # of them, those that came without their queries
@@ -133,7 +133,7 @@ class SketchLayer(PlugLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         both = super().update(key_states, value_states, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or self.is_expected):
             self.seen += key_states.shape[2]
         return both
 
@@ -204,8 +204,8 @@ class SketchLayer(PlugLayer):
         mask = self.mask_of_buffer(call.key_mask)
         # Traced code must not look at the counts.
         grown = self.seen >= max(self.fitted_at * 5 // 4, self.prefill_tokens)
-        now = not self.steps_are_prepared and may_sync(call.q.is_cuda)
-        if now and self._is_due() and grown:
+        now = grown and not self.steps_are_prepared and may_sync(call.q.is_cuda)
+        if now and self._is_due():
             self.refit(call.start, mask)
         elif self.is_fitted:
             self._encode(call.start, mask)
@@ -354,12 +354,13 @@ class HostSketchLayer(SketchLayer, HostLayer):
     """Keys and values in host memory; on the GPU all that `SketchLayer` has beside them, and
     the tokens that every step reads (`fixed`), which a cache on the GPU has not.
 
-    A step that writes its own token keeps `fixed` true, and finds it out by itself where the row's
-    padding or its length has changed. Tokens that come otherwise make it be read from the host
-    again. A new basis has one layer's keys and values copied to the GPU, for as long as it takes.
+    A step that writes its own token keeps `fixed` true, and finds out by itself where the row's
+    padding or length has changed. After tokens that come otherwise it is read from the host again.
+    A new basis has one layer's keys and values copied to the GPU, for as long as it takes.
     """
 
     row_buffers: ClassVar[RowBuffers] = {**SketchLayer.row_buffers, "fixed": None}
+    is_expected: bool | None = None
     fixed: FixedPart | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from transformers.cache_utils import StaticLayer
 
 from attnplug.call import AttentionCall, LayerShape, PagedCall
 from attnplug.models.cache import PlugLayer
-from attnplug.models.sync import may_sync
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
@@ -136,7 +135,7 @@ class DenseBelow(Phase):
     ) -> torch.Tensor:
         """Serve a call by dense attention in this method's place, and say `why` where the host runs
         this code."""
-        if may_sync(on_gpu=False):
+        if not torch.compiler.is_compiling():
             call.served_by = "dense"
             call.why_dense = self.why_dense(call) if why is None else why()
         if self.takes_pending:  # else it is written

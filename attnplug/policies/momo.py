@@ -31,7 +31,7 @@ from attnplug.ops.common.define import refuse_gradients
 from attnplug.ops.momo.merge_block_rows import MAX_ENTRIES
 from attnplug.ops.momo.query_sparse_attention import MAX_EXACT, is_too_wide
 from attnplug.policies._measured_rows import MeasuredRows, joined
-from attnplug.policies._momo_defaults import default_tail, pays_from
+from attnplug.policies._momo_defaults import KINDS, default_tail, pays_from
 from attnplug.policies._prefill_op import METHODS, prefill_rows
 from attnplug.policies._prompt_parts import (
     Span,
@@ -106,6 +106,7 @@ class Momo(DenseBelow):
     min_tokens: int | None = None
 
     _text: ClassVar[str | None] = None  # of each policy its own; no option
+    _least: ClassVar[dict[str, int]] = {}  # alike: the measured crossovers
     # Of this class alone: a subclass whose rows are cut and attended to as momo's says so again.
     rows_as_momo: ClassVar[bool] = True
 
@@ -154,9 +155,12 @@ class Momo(DenseBelow):
         known = vars(type(self)).get("rows_as_momo", False)
         plain = all(type(value) in LITERALS for value in vars(self).values())
         object.__setattr__(self, "_text", str(self) if known and plain else None)
+        near, far = self._blocks(0), self._blocks(NEAR)
+        least = {kind: pays_from(kind, near, far, self.block, NEAR) for kind in KINDS}
+        object.__setattr__(self, "_least", least)  # each layer asks for it in each call
 
     def measured_crossover(self, kind: str) -> int:
-        return pays_from(kind, self._blocks(0), self._blocks(NEAR), self.block, NEAR)
+        return self._least[kind]
 
     def density(self, tokens: int) -> float:
         """The share of a causal prefill's keys that a query reads, as the paper counts it (its

@@ -154,9 +154,9 @@ class Sketch(DenseBelow):
             if not alone:  # a step's op keeps its own
                 layer.keep_queries(call)
             layer.step_by_host(call)
-        if layer is None or not layer.is_fitted:
+        if layer is None or not (layer.is_fitted or layer.is_expected):
             return self.leave_to_dense(call)
-        assert layer.codes is not None and layer.basis is not None  # is_fitted was checked
+        assert layer.codes is not None and layer.basis is not None  # of a layer that has its codes
         pending = layer.take_pending()
         count = not torch.compiler.is_compiling()  # the model reads its positions off it
         options: dict[str, Any] = {"lengths": call.lengths}

@@ -95,9 +95,9 @@ def test_code_that_knows_no_place_serves_from_where_the_most_blocks_pay(
     tokens, served, monkeypatch
 ):
     monkeypatch.setattr(policy, "NEAR", 100)
-    monkeypatch.setattr(_momo_defaults, "CROSSOVER_FLOOR", {"cpu": 0})
+    monkeypatch.setattr(_momo_defaults, "CROSSOVER_FLOOR", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(
-        _momo_defaults, "CROSSOVER_FACTOR", {"cpu": 4}
+        _momo_defaults, "CROSSOVER_FACTOR", {"cpu": 4, "cuda": 4}
     )  # 64 tokens, and 192 of the most
     c, method = call("cpu", room=ROOM, batch=1), of(MOMO, min_tokens=None)
     q = c.q[:, :, :tokens].contiguous()
