@@ -206,6 +206,7 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
         CODE=Code.of(fine, coarse),
         STEPS=steps,
         PRECISION=card(k.device).precision,
+        TOKENS=64,
         num_warps=4,
     )
     launch_kernel(

@@ -113,6 +113,25 @@ def encode_chunks(
 
 
 @triton.jit
+def _leading(weight):
+    """The part of float32 numbers that tf32 holds."""
+    return (weight.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _projected(key, top, rest, bias, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
+    """key @ weight + bias. SPLIT: keys of 16 bits, which tf32 holds as they are, so that two
+    products do, of the weight's two parts."""
+    x = tl.zeros([key.shape[0], bias.shape[0]], tl.float32) + bias[None, :]
+    if SPLIT:
+        x = tl.dot(key, rest, x, input_precision="tf32")
+        x = tl.dot(key, top, x, input_precision="tf32")
+    else:
+        x = tl.dot(key, top + rest, x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
 def encode(
     cache,
     rows,
@@ -125,35 +144,66 @@ def encode(
     CODE: tl.constexpr,
     STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """One program's share of the missing codes of one row's KV head."""
+    """One program's share of the missing codes of one row's KV head, TOKENS of a block at a time.
+
+    A prompt's keys and values are read once, a whole tile in flight at a time, and the encoder
+    stays where products want it: 32 channels at a time, as steps have it in `encode_chunks`, each
+    load would wait for the one before."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     length, low = row_span(rows, b, STEPS)
     done = tl.maximum(blocks_done(codes.progress, b, low), 1)
-    mask_at = rows.key_mask
-    if rows.key_mask is not None:
-        mask_at = rows.key_mask + b * rows.mask_b
-    PER: tl.constexpr = BLOCK // CHUNK
-    encode_chunks(
-        cache=cache,
-        encoder=encoder,
-        codes=codes,
-        mask_at=mask_at,
-        begin=done * PER + tl.program_id(0),
-        end=near_block(length, low) * PER,
-        step=programs,
-        low=low,
-        place=b * tl.num_programs(1) + h,
-        b=b,
-        h=h,
-        S=rows.S,
-        chunks=chunks,
-        D=D,
-        DP=DP,
-        CODE=CODE,
-        PRECISION=PRECISION,
-    )
+    place = b * tl.num_programs(1) + h
+    R4: tl.constexpr = CODE.R4
+    R2: tl.constexpr = CODE.R2
+    R: tl.constexpr = R4 + R2
+    PER: tl.constexpr = TOKENS // CHUNK
+    n = tl.arange(0, TOKENS)
+    d = tl.arange(0, DP)
+    c4 = tl.arange(0, R4)
+    c2 = tl.arange(0, R2)
+    encoder += place * ((D + 1) * R)
+    weight_at = encoder + d[:, None] * R
+    fine = tl.load(weight_at + c4[None, :], mask=(d < D)[:, None], other=0.0)
+    coarse = tl.load(weight_at + R4 + c2[None, :], mask=(d < D)[:, None], other=0.0)
+    SPLIT: tl.constexpr = PRECISION == "tf32x3" and cache.k.dtype.element_ty.primitive_bitwidth == 16
+    fine_top = _leading(fine)
+    coarse_top = _leading(coarse)
+    fine_bias = tl.load(encoder + D * R + c4)
+    coarse_bias = tl.load(encoder + D * R + R4 + c2)
+    keys = cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h + d[None, :]
+    values = cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h + d[None, :]
+    begin = done * (BLOCK // TOKENS) + tl.program_id(0)
+    end = near_block(length, low) * (BLOCK // TOKENS)
+    for tile in tl.range(begin, end, programs, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        at = (low + tile * TOKENS + n).to(tl.int64)
+        shown = (d < D)[None, :] & (at >= 0)[:, None]
+        if rows.key_mask is not None:
+            shown &= (tl.load(rows.key_mask + b * rows.mask_b + at) != 0)[:, None]
+        key = tl.load(keys + at[:, None] * cache.k_s, mask=shown, other=0.0)
+        value = tl.load(values + at[:, None] * cache.v_s, mask=shown, other=0.0).to(tl.float32)
+        key = key.to(tl.float32)
+        x = _projected(key, fine_top, fine - fine_top, fine_bias, PRECISION, SPLIT)
+        y = _projected(key, coarse_top, coarse - coarse_top, coarse_bias, PRECISION, SPLIT)
+        low_half, high_half = _halves(_rounded(x, 15.0))
+        ab, cd = _halves(_rounded(y, 3.0))
+        p0, p1 = _halves(ab)
+        p2, p3 = _halves(cd)
+        slot = (place * rows.S + at)[:, None]
+        tl.store(
+            codes.fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
+            (low_half | (high_half << 4)).to(tl.uint8),
+        )
+        tl.store(
+            codes.coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
+            (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8),
+        )
+        finite = (tl.abs(value) < float("inf")) & (tl.abs(key) < float("inf"))
+        wrong = tl.max(tl.reshape(tl.max(1 - finite.to(tl.int32), 1), [PER, CHUNK]), 1)
+        flag_at = codes.odd + place * chunks + tile * PER + tl.arange(0, PER)
+        tl.store(flag_at, wrong.to(tl.uint8))
 
 
 @triton.jit
