@@ -28,6 +28,7 @@ from attnplug.ops.sketch.state import BLOCK, CHUNK, COORDINATES, Codes
 
 NAME = "encode_keys"
 LOCAL = kernel_codes.LOCAL.value
+TILE, WIDEST = 64, 128  # tokens of a tile, and the widest head that has them
 
 
 def encode_keys(
@@ -185,6 +186,16 @@ def _cpu(k, v, encoder, fine, coarse, odd, progress, lengths, start, key_mask):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
+def _has_tiles(k, code):
+    """Whether `encode_tiles` serves such keys: tf32 holds those of 16 bits, and both parts of the
+    encoder and a tile, in its own precision and in float32, fit in shared memory. Wider heads have
+    too few registers."""
+    here, width = card(k.device), padded_width(k.shape[3])
+    bytes_wanted = width * (8 * (code.R4 + code.R2) + 6 * TILE)
+    fits = width <= WIDEST and bytes_wanted <= here.shared
+    return fits and k.element_size() == 2 and here.precision == "tf32x3"
+
+
 def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, start, key_mask):
     """Run the kernels; tensors as in `encode_keys`, on a GPU or in Triton's interpreter."""
     batch, heads, size, width = k.shape
@@ -192,8 +203,12 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
     # Enough programs to fill a GPU when a whole prompt is new, few where nothing is.
     programs = max(1, min(1024 // (batch * heads), odd.shape[2]))
     rows, steps = rows_of(size, lengths, start, mask_bytes(key_mask)), steps_of(lengths, start)
+    code = Code.of(fine, coarse)
+    kernel, how = kernels.encode, {"PRECISION": card(k.device).precision}
+    if _has_tiles(k, code):
+        kernel, how = kernels.encode_tiles, {"TOKENS": TILE}
     launch_kernel(
-        kernels.encode,
+        kernel,
         grid=(programs, heads, batch),
         cache=cache_of(k, v),
         rows=rows,
@@ -203,11 +218,10 @@ def launch_encode_keys(k, v, encoder, fine, coarse, odd, progress, lengths, star
         programs=programs,
         D=width,
         DP=padded_width(width),
-        CODE=Code.of(fine, coarse),
+        CODE=code,
         STEPS=steps,
-        PRECISION=card(k.device).precision,
-        TOKENS=64,
         num_warps=4,
+        **how,
     )
     launch_kernel(
         kernels.note, grid=(batch,), rows=rows, progress=progress, STEPS=steps, num_warps=1

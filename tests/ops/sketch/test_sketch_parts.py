@@ -35,9 +35,10 @@ def unpacked(codes):
     return torch.cat(fine + [(codes.coarse >> 2 * i) & 3 for i in range(4)], -1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size, width", [(16, 48), (24, 128), (32, 96), (24, 208)])
-def test_codes_are_the_nearest(device_path, size, width):
-    q, k, v = cache(0, width=width, tokens=1300)
+def test_codes_are_the_nearest(device_path, size, width, dtype):
+    q, k, v = (x.to(dtype) for x in cache(0, width=width, tokens=1300))
     basis = fit_basis(k, v, q, size=size, **ROWS)
     device, path = device_path
     codes = Codes(*(x.to(device) for x in empty_codes(k, size)))
@@ -56,6 +57,28 @@ def test_codes_are_the_nearest(device_path, size, width):
         assert apart < 1e-4  # ties
         assert codes.progress[b].tolist() == [near, low]
         assert not codes.fine[b, :, : low + 128].any() and not codes.fine[b, :, length:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_chunks_that_are_not_finite_are_flagged(device_path, dtype):
+    """By a key or a value of theirs that is not hidden, and no others."""
+    q, k, v = (x.to(dtype) for x in cache(0, tokens=1300))
+    basis = fit_basis(k, v, q, **ROWS)
+    k[0, 1, 400, 3], v[1, 0, 500, 5], k[0, 0, 600, 7] = float("inf"), float("nan"), float("nan")
+    mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool)
+    mask[0, 600] = False
+    device, path = device_path
+    codes = Codes(*(x.to(device) for x in empty_codes(k, 24)))
+    args = (k.to(device), v.to(device), basis.encoder.to(device), *codes)
+    rows = [x.to(device) for x in (*ROWS.values(), mask)]
+    if path == "reference" or device == "cuda":
+        encode.encode_keys(*args, lengths=rows[0], start=rows[1], key_mask=rows[2])
+    else:
+        encode.launch_encode_keys(*args, *rows)
+    low = ROWS["start"].tolist()
+    wanted = torch.zeros_like(codes.odd)
+    wanted[0, 1, (400 - low[0]) // 32] = wanted[1, 0, (500 - low[1]) // 32] = 1
+    assert torch.equal(codes.odd, wanted)
 
 
 def test_the_basis_gives_scores():

@@ -52,6 +52,26 @@ def _halves(x):
 
 
 @triton.jit
+def _store_codes(codes, slot, x, y, CODE: tl.constexpr):
+    """Store the codes of tokens at `slot` [N], of their coordinates of 4 and of 2 bits."""
+    R4: tl.constexpr = CODE.R4
+    R2: tl.constexpr = CODE.R2
+    low_half, high_half = _halves(_rounded(x, 15.0))
+    ab, cd = _halves(_rounded(y, 3.0))
+    p0, p1 = _halves(ab)
+    p2, p3 = _halves(cd)
+    slot = slot[:, None]
+    tl.store(
+        codes.fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
+        (low_half | (high_half << 4)).to(tl.uint8),
+    )
+    tl.store(
+        codes.coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
+        (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8),
+    )
+
+
+@triton.jit
 def encode_chunks(
     cache,
     encoder,
@@ -88,19 +108,7 @@ def encode_chunks(
         key_at = cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h + at[:, None] * cache.k_s
         x = _coordinates(key_at, encoder, seen, 0, D, DP, R, R4, DEPTH, PRECISION)
         y = _coordinates(key_at, encoder, seen, R4, D, DP, R, R2, DEPTH, PRECISION)
-        low_half, high_half = _halves(_rounded(x, 15.0))
-        ab, cd = _halves(_rounded(y, 3.0))
-        p0, p1 = _halves(ab)
-        p2, p3 = _halves(cd)
-        slot = (place * S + at)[:, None]
-        tl.store(
-            codes.fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
-            (low_half | (high_half << 4)).to(tl.uint8),
-        )
-        tl.store(
-            codes.coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
-            (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8),
-        )
+        _store_codes(codes, place * S + at, x, y, CODE)
         value_at = cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h + at[:, None] * cache.v_s
         wrong = 0
         for d0 in tl.range(0, DP, DEPTH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
@@ -110,25 +118,6 @@ def encode_chunks(
             finite = (tl.abs(value) < float("inf")) & (tl.abs(key) < float("inf"))
             wrong = tl.maximum(wrong, tl.max(tl.max(1 - finite.to(tl.int32), 1), 0))
         tl.store(codes.odd + place * chunks + chunk, wrong.to(tl.uint8))
-
-
-@triton.jit
-def _leading(weight):
-    """The part of float32 numbers that tf32 holds."""
-    return (weight.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _projected(key, top, rest, bias, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
-    """key @ weight + bias. SPLIT: keys of 16 bits, which tf32 holds as they are, so that two
-    products do, of the weight's two parts."""
-    x = tl.zeros([key.shape[0], bias.shape[0]], tl.float32) + bias[None, :]
-    if SPLIT:
-        x = tl.dot(key, rest, x, input_precision="tf32")
-        x = tl.dot(key, top, x, input_precision="tf32")
-    else:
-        x = tl.dot(key, top + rest, x, input_precision=PRECISION)
-    return x
 
 
 @triton.jit
@@ -144,13 +133,70 @@ def encode(
     CODE: tl.constexpr,
     STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
+):
+    """One program's share of the missing codes of one row's KV head."""
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    length, low = row_span(rows, b, STEPS)
+    done = tl.maximum(blocks_done(codes.progress, b, low), 1)
+    mask_at = rows.key_mask
+    if rows.key_mask is not None:
+        mask_at = rows.key_mask + b * rows.mask_b
+    PER: tl.constexpr = BLOCK // CHUNK
+    encode_chunks(
+        cache=cache,
+        encoder=encoder,
+        codes=codes,
+        mask_at=mask_at,
+        begin=done * PER + tl.program_id(0),
+        end=near_block(length, low) * PER,
+        step=programs,
+        low=low,
+        place=b * tl.num_programs(1) + h,
+        b=b,
+        h=h,
+        S=rows.S,
+        chunks=chunks,
+        D=D,
+        DP=DP,
+        CODE=CODE,
+        PRECISION=PRECISION,
+    )
+
+
+@triton.jit
+def _leading(weight):
+    """The part of float32 numbers that tf32 holds."""
+    return (weight.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _projected(key, top, rest, bias):
+    """key @ (top + rest) + bias in float32, of keys that tf32 holds as they are."""
+    x = tl.zeros([key.shape[0], bias.shape[0]], tl.float32) + bias[None, :]
+    x = tl.dot(key, rest, x, input_precision="tf32")
+    return tl.dot(key, top, x, input_precision="tf32")
+
+
+@triton.jit
+def encode_tiles(
+    cache,
+    rows,
+    encoder,
+    codes,
+    chunks,
+    programs,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    CODE: tl.constexpr,
+    STEPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program's share of the missing codes of one row's KV head, TOKENS of a block at a time.
+    """What `encode` makes, TOKENS of a block at a time, of keys of 16 bits.
 
-    A prompt's keys and values are read once, a whole tile in flight at a time, and the encoder
-    stays where products want it: 32 channels at a time, as steps have it in `encode_chunks`, each
-    load would wait for the one before."""
+    A tile's keys and values are read once and are all on their way at once, and both parts of the
+    encoder stay in shared memory; `encode` loads 32 channels after the other and waits for each.
+    A prompt of 131,072 tokens takes a quarter of its time on an H200 (docs/log/sketch.md)."""
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     length, low = row_span(rows, b, STEPS)
@@ -168,7 +214,6 @@ def encode(
     weight_at = encoder + d[:, None] * R
     fine = tl.load(weight_at + c4[None, :], mask=(d < D)[:, None], other=0.0)
     coarse = tl.load(weight_at + R4 + c2[None, :], mask=(d < D)[:, None], other=0.0)
-    SPLIT: tl.constexpr = PRECISION == "tf32x3" and cache.k.dtype.element_ty.primitive_bitwidth == 16
     fine_top = _leading(fine)
     coarse_top = _leading(coarse)
     fine_bias = tl.load(encoder + D * R + c4)
@@ -185,21 +230,9 @@ def encode(
         key = tl.load(keys + at[:, None] * cache.k_s, mask=shown, other=0.0)
         value = tl.load(values + at[:, None] * cache.v_s, mask=shown, other=0.0).to(tl.float32)
         key = key.to(tl.float32)
-        x = _projected(key, fine_top, fine - fine_top, fine_bias, PRECISION, SPLIT)
-        y = _projected(key, coarse_top, coarse - coarse_top, coarse_bias, PRECISION, SPLIT)
-        low_half, high_half = _halves(_rounded(x, 15.0))
-        ab, cd = _halves(_rounded(y, 3.0))
-        p0, p1 = _halves(ab)
-        p2, p3 = _halves(cd)
-        slot = (place * rows.S + at)[:, None]
-        tl.store(
-            codes.fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
-            (low_half | (high_half << 4)).to(tl.uint8),
-        )
-        tl.store(
-            codes.coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
-            (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8),
-        )
+        x = _projected(key, fine_top, fine - fine_top, fine_bias)
+        y = _projected(key, coarse_top, coarse - coarse_top, coarse_bias)
+        _store_codes(codes, place * rows.S + at, x, y, CODE)
         finite = (tl.abs(value) < float("inf")) & (tl.abs(key) < float("inf"))
         wrong = tl.max(tl.reshape(tl.max(1 - finite.to(tl.int32), 1), [PER, CHUNK]), 1)
         flag_at = codes.odd + place * chunks + tile * PER + tl.arange(0, PER)
