@@ -35,11 +35,11 @@ LEAST_K, MAX_K = 2048, 16384
 SHARE = 8
 # A cache smaller than this many times the tokens that a step reads is read whole, and one below so
 # many tokens in any case: on an H200 steps are faster than dense's from about 54,000 tokens on, and
-# whole calls of 128 new tokens, which make the basis and codes of their prompt, were slower at
-# 65,536 and as fast at 131,072 (bench/results/sketch.json). On a CPU it was slower at every length
-# that was tried, up to 262,144.
+# whole calls of 128 new tokens, which make the basis and codes of their prompt, were a little
+# slower at 65,536 and a little faster at 100,000 (bench/results/sketch.json). On a CPU it was
+# slower at every length that was tried, up to 262,144.
 CROSSOVER_FACTOR = 4
-CROSSOVER_FLOOR = {"cuda": 131072, "cpu": 524288}
+CROSSOVER_FLOOR = {"cuda": 98304, "cpu": 524288}
 # In a batch that has paid a step's fixed price, a row costs what dense takes for about so many
 # times the tokens that it reads: steps of 1 and 8 rows on an H200 (docs/log/sketch.md).
 ROW_FACTOR = 5

@@ -91,7 +91,7 @@ def test_room_is_asked_for_all_layers_of_the_device_at_the_crossover(free):
     assert str(chosen("faithful", SHAPE, layers)) == "momo+sketch"
     free(least)
     reason = Auto().resolve("decode", SHAPE, layers)[1]
-    told = re.search(r"from 131,072 tokens on its caches take (.*) GiB in 40 layers, and", reason)
+    told = re.search(r"from 98,304 tokens on its caches take (.*) GiB in 40 layers, and", reason)
     assert told is not None and 0.99 * least < float(told[1]) * 2**30 < 1.01 * least
     assert f"and {least / 2**30:.1f} GiB are free" in reason
 

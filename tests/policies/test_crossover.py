@@ -53,7 +53,7 @@ def test_the_least_room_is_the_first_that_is_reachable(row, more, rows):
     assert rule.reachable(rows, least) and not rule.reachable(rows, least - 1)
 
 
-@pytest.mark.parametrize("method, alone", [(Gather(), 65536), (Sketch(), 131072)], ids=str)
+@pytest.mark.parametrize("method, alone", [(Gather(), 65536), (Sketch(), 98304)], ids=str)
 def test_rows_of_one_cache_share_the_price(method, alone):
     rule = method.row_crossover(CUDA)
     for rows in (1, 2, 8):
@@ -67,7 +67,7 @@ def test_rows_of_one_cache_share_the_price(method, alone):
 
 def test_auto_serves_no_batch_of_shorter_rows_than_were_measured():
     sketch = next(c for c in auto.CANDIDATES["faithful"]["decode"] if c.method.name == "sketch")
-    assert sketch.method.row_crossover(CUDA) == (32768, 131072)
+    assert sketch.method.row_crossover(CUDA) == (32768, 98304)
 
 
 def test_a_sum_past_32_bits_is_still_a_sum():
