@@ -271,3 +271,14 @@ def test_windows_whose_first_holds_nothing_are_those_of_the_others(device):
     attnplug.apply(model, "dense")
     assert tokens_of(model) == wanted
     assert not attnplug.report(model).loop
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks_of_full_attention_are_refused_in_a_layer_with_a_window(attention, device):
+    """Which gets them where a layer before it was dropped: the model counts types by place."""
+    model = windows_of(device)
+    model.set_attn_implementation(attention)
+    attnplug.apply(model, "dense")
+    del model.model.layers[1]
+    with pytest.raises(UnsupportedCallError, match=r"config\.layer_types"):
+        tokens_of(model, padded=True)
