@@ -282,3 +282,19 @@ def test_masks_of_full_attention_are_refused_in_a_layer_with_a_window(attention,
     del model.model.layers[1]
     with pytest.raises(UnsupportedCallError, match=r"config\.layer_types"):
         tokens_of(model, padded=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [model_of, windows_of])
+@pytest.mark.parametrize("place", [0, 1])
+def test_layers_that_are_compiled_alone_take_a_prompt_and_its_steps(family, place, device):
+    """Code that is compiled tells no layer behind it that the pass has begun."""
+    model = family(device)
+    ids = torch.randint(3, 97, (2, 3 * TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
+    wanted, logits = tokens_of(model), steps_of(model, ids)
+    attnplug.apply(model, "dense")
+    model.model.layers[place].compile(backend="eager")
+    assert tokens_of(model) == wanted
+    found = steps_of(model, ids, **{CACHE: attnplug.make_cache(model, 4 * TOKENS)})
+    assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
