@@ -5,6 +5,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+import torch
 from test_regional import tokens_of
 
 import attnplug
@@ -92,3 +94,19 @@ def test_remove_goes_on_where_an_interrupt_has_ended_it():
         assert leftovers(model) == NOTHING, stop
         assert vars(model)["prepare_inputs_for_generation"] is mine, stop
     assert tokens_of(model, tokens=12, new=4) == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_interrupt_of_generate_ends_the_call(rows):
+    model = attnplug.apply(tiny_model(), "dense")
+    ids = torch.arange(2, 14).expand(rows, -1)
+
+    def call():
+        return model.generate(ids, max_new_tokens=3, do_sample=False).tolist()
+
+    wanted = call()
+    for stop in first_and_last(lines_of(call, files=("running.py", "turn.py", "generate.py"))):
+        lines_of(call, stop)
+        assert attnplug.remove(model) is model, stop
+        attnplug.apply(model, "dense")
+    assert call() == wanted
