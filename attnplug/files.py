@@ -216,6 +216,11 @@ def check_place(path: str | os.PathLike[str], kind: type[FileError] = FileError)
         str(target).encode()  # Arrow takes UTF-8 alone
     except ValueError as error:
         raise kind(f"{str(path)[:200]!r} is no name of a file; choose another path") from error
+    except OSError as error:  # of a path from the current folder, which somebody has deleted
+        raise kind(
+            f"{str(path)[:200]!r} cannot be found from the current folder ({_reason(error)}); "
+            "choose a path from the root"
+        ) from error
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:

@@ -36,8 +36,9 @@ class Ledger:
     compiled: dict[str, Any] = field(default_factory=dict)
 
     def undo(self, target: PreTrainedModel) -> None:
-        """Take off the model what it has of this, also where `apply` has come only so far."""
-        vars(target).pop(STATE, None)
+        """Take off the model what it has of this, also where `apply` has come only so far. Where an
+        interrupt ends it, `remove` goes on with it: each part may be undone again."""
+        vars(target)[STATE] = self
         unbind_generate(target)
         take_compiled(target)
         vars(target).update(self.compiled)
@@ -48,11 +49,13 @@ class Ledger:
             unbind_indexed(module)
         for module in [*self.latent, *_like(self.latent, copies)]:
             unbind_latents(module)
-        for hook, module in [*self.hooks, *((x, m) for m in copies for x in hooks_of(m))]:
-            hook.detach_hook(module)
-        unhook_decoders(target)
         for module in [*self.bound, *copies]:
+            for hook in hooks_of(module):
+                hook.detach_hook(module)
+        unhook_decoders(target)
+        for module in [*copies, *self.bound]:
             vars(module).pop(BINDING, None)
+        vars(target).pop(STATE, None)
 
 
 def ledger_of(target: PreTrainedModel) -> Ledger:

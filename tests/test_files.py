@@ -145,6 +145,17 @@ def test_a_file_is_read_whole_up_to_a_limit(tmp_path):
         files.read_bytes(tmp_path / "a", 4)
 
 
+def test_a_current_folder_that_is_gone_is_one_class_of_error(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(TraceFileError, match="from the current folder"):
+        files.check_place("trace.parquet", TraceFileError)
+    with pytest.raises(FileError, match="from the root"):
+        files.write_text("page.html", "text")
+
+
 def test_errors_of_files_are_one_family():
     for kind in (TraceFileError, WeightsUnavailableError):
         assert issubclass(kind, FileError)

@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
 from attnplug.models.buffers import count_down, count_on, mark_buffer
-from attnplug.models.edits import EditableCache, check_count, check_room
+from attnplug.models.edits import EditableCache, check_count, check_room, first_filled
 from attnplug.models.inference_mode import is_foreign, own
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.static import static_cache
@@ -387,7 +387,7 @@ class PlugCache(EditableCache):
     def prepare(self, tokens: int) -> None:
         """Called before a forward pass of `tokens` tokens. Raises UnsupportedCallError where the
         host knows that they do not fit: no layer has taken any of them yet."""
-        layer = next((layer for layer in self.layers if isinstance(layer, PlugLayer)), None)
+        layer = first_filled(layer for layer in self.layers if isinstance(layer, PlugLayer))
         if layer is not None:
             layer.check_room(tokens)
 

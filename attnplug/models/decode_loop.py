@@ -300,8 +300,7 @@ class Decoding:
 
     def _begin(self, buffers: StepBuffers, mask: torch.Tensor | None) -> None:
         """Set the buffers to what the first step is about."""
-        first = next(layer for layer in self.cache.layers if isinstance(layer, PlugLayer))
-        buffers.slot.copy_(first.cumulative_length.reshape(1))
+        buffers.begin_behind(self.cache.layers)
         buffers.position.copy_(self.inputs["position_ids"][:, -1:] + 1)
         buffers.unfinished.fill_(True)
         buffers.verdict.zero_()

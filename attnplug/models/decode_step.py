@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attnplug.models.cache import PlugCache, PlugLayer
+from attnplug.models.edits import first_filled
 from attnplug.models.names import CACHE
 from attnplug.models.sliding import roll_in, round_of, sliding_layers
 
@@ -76,6 +77,11 @@ class StepBuffers:
     def stepped(self) -> tuple[torch.Tensor | None, ...]:
         """Those that `decode_step` takes, in its order."""
         return tuple(value for name, value in vars(self).items() if name != "first_key")
+
+    def begin_behind(self, layers: Iterable[Any]) -> None:
+        """Have the first step's token go behind those that a cache's layers hold."""
+        filled = first_filled(layer for layer in layers if isinstance(layer, PlugLayer))
+        self.slot.copy_(filled.cumulative_length.reshape(1))
 
     def show(self, real: torch.Tensor) -> None:
         """Have the mask hide all keys but those of `real` `[B,T]` (bool), the sequence so far."""

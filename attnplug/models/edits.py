@@ -1,6 +1,7 @@
 """What a user does to a whole cache: take tokens back, repeat rows, keep some of them. A cache that
 cannot do it for one of its layers says so before any layer has changed."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,6 +49,18 @@ class EditableCache(Cache):
                 f"{method}: a {type(without).__name__} of transformers has no such method. Feed "
                 "the prompt again, with the rows that you want."
             )
+
+
+def first_filled(layers: Iterable[Any]) -> Any:
+    """The first of these PlugLayers that has counted a token, else the first of all; None where
+    there are none. The first of a cache may hold nothing: whoever dropped the model's first layer,
+    or has its passes skip it, has left it to no layer of the model."""
+    first = None
+    for layer in layers:
+        if layer.counted:
+            return layer
+        first = layer if first is None else first
+    return first
 
 
 def check_count(tokens_to_remove: int) -> None:

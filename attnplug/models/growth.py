@@ -11,6 +11,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import MakeLayer, PlugCache, PlugLayer
+from attnplug.models.edits import first_filled
 from attnplug.models.layers import positions
 from attnplug.models.static import static_cache
 
@@ -63,7 +64,7 @@ class GrowingCache(PlugCache):
     def prepare(self, tokens: int) -> None:
         """Make room for a forward pass of `tokens` tokens where the host knows that they do not
         fit."""
-        layer = next((layer for layer in self.layers if isinstance(layer, PlugLayer)), None)
+        layer = first_filled(layer for layer in self.layers if isinstance(layer, PlugLayer))
         length = None if layer is None else layer.known_length(tokens)
         if length is not None:
             self.reserve(length + tokens)

@@ -375,7 +375,14 @@ def stock_attention(
 
 
 def _of_these_keys(mask: torch.Tensor, call: AttentionCall, fresh: int) -> torch.Tensor:
-    """A mask without the empty slots of a static cache, which a first prefill leaves out."""
+    """A mask without the empty slots of a static cache, which a first prefill leaves out. Raises
+    UnsupportedCallError for one that `plug_mask` has kept small: no window is in it."""
+    if mask.dtype == torch.uint8:
+        raise UnsupportedCallError(
+            "the mask of full attention came to a layer with a sliding window: the layers do not "
+            "stand in the order that model.config.layer_types names. Set it to the types of the "
+            "layers as they are now."
+        )
     if fresh == call.q.shape[2] and isinstance(call.state, StaticLayer):
         return mask[..., : call.k.shape[2]]
     _refuse_wide(mask, call.k.shape[2])

@@ -123,7 +123,7 @@ class PolicyHook(ModelHook):
         held = tokens_in(layer_of(cache, self.layer_index))
         now = Pass(tokens, hidden.dtype, self.layer_index, held)
         refuse_other_dtype(before, now, hidden.device)
-        now.fresh = tokens if tokens > 1 and _is_empty(cache, tokens) else 0
+        now.fresh = tokens if tokens > 1 and _is_empty(cache, tokens, self.layer_index) else 0
         vars(cache)[FRESH_ARGUMENT] = now
         return now
 
@@ -171,17 +171,22 @@ def state_of(cache: Cache, index: int) -> Any:
     return before[-1] if before else cache
 
 
-def _is_empty(cache: Cache, tokens: int) -> bool:
-    """Whether a static cache holds no token yet; False where asking would sync under capture.
+def _is_empty(cache: Cache, tokens: int, index: int) -> bool:
+    """Whether a static cache holds no token yet, as the pass comes to the layer `index`; False
+    where asking would sync under capture.
 
-    Asks a full-attention layer: a rolling window stops counting on the device once it is full.
-    Raises UnsupportedCallError if the new tokens do not fit.
+    Asks that layer: those before it may have run in compiled code, unseen, and may have taken the
+    tokens. A rolling window that has begun stops counting on the device once it is full, so that a
+    full-attention layer is asked. Raises UnsupportedCallError if the new tokens do not fit.
     """
-    layer: Any = next((layer for layer in cache.layers if _is_full_static(layer)), None)
+    own = layer_of(cache, index)
+    full = (layer for layer in (own, *cache.layers) if _is_full_static(layer))
+    layer: Any = next(full, None)
     if layer is None:
         return False
     length = 0
-    if layer.is_initialized:
+    begun = not isinstance(own, StaticSlidingWindowLayer) or tokens_in(own) != 0
+    if layer.is_initialized and begun:
         if not may_read(layer.cumulative_length):
             return False
         length = int(layer.cumulative_length)

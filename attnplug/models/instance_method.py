@@ -109,11 +109,13 @@ def _take(model: Any, name: str, slot: str) -> None:
     before = method.replaced[0] if method.replaced else None
     if isinstance(before, InstanceMethod) and before.function is not None:
         put[name] = before  # attnplug's own, under another one of attnplug's
-    if own.get(slot) is method:
-        del own[slot]
+    if own.get(slot) is method:  # in one go, as an interrupt may end this between two
         if method.replaced:
             own[slot] = before
+        else:
+            del own[slot]
     method.function = None
-    own[PUT] = put
-    if not put:
+    if put:
+        own[PUT] = put
+    else:
         del own[PUT]

@@ -21,14 +21,16 @@ TURN = Turn()
 CALLS = frozenset({"forward", "generate"})
 GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 PATIENCE = 0.25  # seconds in which a generate comes to a forward pass
-# The calls of generate that have a policy, as process and thread: a forked child has none.
-_running: "WeakKeyDictionary[torch.nn.Module, list[tuple[int, int]]]" = WeakKeyDictionary()
+Call = tuple[int, int, CodeType]  # its process, its thread and what runs it
+# The calls of generate that have a policy; in a forked child also those of its parent.
+_running: "WeakKeyDictionary[torch.nn.Module, list[Call]]" = WeakKeyDictionary()
 
 
 @contextmanager
 def running(model: torch.nn.Module) -> Iterator[None]:
     """Within it a call of the model runs. Waits while a policy comes or goes."""
-    call = os.getpid(), threading.get_ident()
+    runs = sys._getframe(2).f_code  # behind contextlib's
+    call = os.getpid(), threading.get_ident(), runs
     with TURN.taken():
         _running.setdefault(model, []).append(call)
     try:
@@ -49,12 +51,20 @@ def between_calls(model: torch.nn.Module, what: str) -> Iterator[None]:
 
 def refuse_running(model: torch.nn.Module, what: str) -> None:
     """Raise UnsupportedCallError where a call of the model runs."""
-    counted = any(process == os.getpid() for process, _ in _running.get(model, ()))
-    if counted or _runs_here(model) or _runs_elsewhere(model):
+    noted = any(map(_goes_on, _running.get(model, ())))
+    if noted or _runs_here(model) or _runs_elsewhere(model):
         raise UnsupportedCallError(
             f"{what}: a call of this model is running, in this thread or another one, and "
             "would end in wrong tokens; wait until it has ended"
         )
+
+
+def _goes_on(call: Call) -> bool:
+    """Whether a call that was noted still runs: an interrupt may have ended it before it could be
+    crossed out."""
+    process, thread, runs = call
+    top = sys._current_frames().get(thread)
+    return process == os.getpid() and any(frame.f_code is runs for frame in _frames(top))
 
 
 def _runs_here(model: torch.nn.Module) -> bool:

@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.buffers import count_on
-from attnplug.models.edits import check_count
+from attnplug.models.edits import check_count, first_filled
 from attnplug.models.inference_mode import is_foreign, own
 
 
@@ -269,19 +269,24 @@ def catch_up(layers: Sequence[Any]) -> None:
     full-attention layer."""
     windows = sliding_layers(layers)
     if windows:
-        full = next(layer for layer in layers if layer not in windows)
-        note_steps(windows, int(full.cumulative_length) - windows[0].cumulative_length_int)
+        full = first_filled(layer for layer in layers if layer not in windows)
+        note_steps(windows, int(full.cumulative_length) - _tokens_of(windows))
 
 
-def window_mask(layers: Iterable[Any], real: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+def _tokens_of(windows: Iterable[SlidingLayer]) -> int:
+    """How many tokens windows have taken; some may be filled by no layer of the model."""
+    return max(layer.cumulative_length_int for layer in windows)
+
+
+def window_mask(layers: Sequence[Any], real: torch.Tensor | None, rows: int) -> torch.Tensor | None:
     """Which keys of a window are real `[B,1,1,W]` (bool), of all these layers' windows, which are
     of one size; `real` `[B,T]` are those of all tokens so far, None: all. None without a window."""
     windows = sliding_layers(layers)
     if not windows:
         return None
-    first = windows[0]
-    size, tokens = first.max_cache_len, first.cumulative_length_int
-    mask = torch.zeros((rows, 1, 1, size), dtype=torch.bool, device=first.device)
+    size, tokens = windows[0].max_cache_len, _tokens_of(windows)
+    device = next(layer.device for layer in layers if layer.is_initialized)
+    mask = torch.zeros((rows, 1, 1, size), dtype=torch.bool, device=device)
     held = min(size, tokens)
     mask[:, 0, 0, :held] = True if real is None else real[:, tokens - held : tokens]
     return mask

@@ -220,3 +220,81 @@ def test_a_copied_decoder_is_free_of_hooks_after_remove(device):
     model.model = copy.deepcopy(model.model)
     attnplug.remove(model)
     assert not any(each._forward_pre_hooks for each in model.modules())
+
+
+def windows_of(device):
+    """A model of a layer with a window, one without, and another one with."""
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, head_dim=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=16)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=97, layer_types=kinds, pad_token_id=0, eos_token_id=None, **sizes, **heads
+    )
+    model: Gemma3ForCausalLM = Gemma3ForCausalLM(config).eval().to(device)
+    return model
+
+
+def drop(model):
+    del model.model.layers[0]
+
+
+def skip(model):
+    model.model.layers[0].forward = lambda hidden_states, **kwargs: hidden_states
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("change", [drop, skip])
+def test_a_model_without_its_first_layer_goes_behind_the_tokens_of_the_others(
+    change, padded, device
+):
+    """Which keep their layers of the cache, whose first is empty. Stock with a cache asks it for
+    the keys of its masks, so that the tokens are held against those without one."""
+    model = model_of(device)
+    attnplug.apply(model, "dense")
+    change(model)
+    found = tokens_of(model, padded=padded)
+    assert not attnplug.report(model).loop
+    ids = torch.full((1, 9), 5, device=device)
+    kept = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True)
+    cache = getattr(kept, CACHE)
+    assert cache.layers[1].max_cache_len < 200
+    model(torch.full((1, 200), 5, device=device), **{CACHE: cache})  # grows
+    attnplug.remove(model)
+    assert found == tokens_of(model, padded=padded, use_cache=False)
+
+
+def test_windows_whose_first_holds_nothing_are_those_of_the_others(device):
+    model = windows_of(device)
+    skip(model)
+    wanted = tokens_of(model)
+    attnplug.apply(model, "dense")
+    assert tokens_of(model) == wanted
+    assert not attnplug.report(model).loop
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_masks_of_full_attention_are_refused_in_a_layer_with_a_window(attention, device):
+    """Which gets them where a layer before it was dropped: the model counts types by place."""
+    model = windows_of(device)
+    model.set_attn_implementation(attention)
+    attnplug.apply(model, "dense")
+    del model.model.layers[1]
+    with pytest.raises(UnsupportedCallError, match=r"config\.layer_types"):
+        tokens_of(model, padded=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [model_of, windows_of])
+@pytest.mark.parametrize("place", [0, 1])
+def test_layers_that_are_compiled_alone_take_a_prompt_and_its_steps(family, place, device):
+    """Code that is compiled tells no layer behind it that the pass has begun."""
+    model = family(device)
+    ids = torch.randint(3, 97, (2, 3 * TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
+    wanted, logits = tokens_of(model), steps_of(model, ids)
+    attnplug.apply(model, "dense")
+    model.model.layers[place].compile(backend="eager")
+    assert tokens_of(model) == wanted
+    found = steps_of(model, ids, **{CACHE: attnplug.make_cache(model, 4 * TOKENS)})
+    assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
