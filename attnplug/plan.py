@@ -324,8 +324,8 @@ def check_served(shape: Shape, policy: Sparse) -> None:
 
 
 def read_options(contexts: Sequence[int], batch: int, policy: str) -> Sparse:
-    """The method that the command's options name; for auto, what it takes on a GPU with room for its
-    cache. Raises ArgumentError for numbers below 1 and a method that the bill does not know, or
+    """The method that the command's options name; for auto, what it takes on a GPU with room for
+    its cache. Raises ArgumentError for numbers below 1 and a method that the bill does not know, or
     PolicyError for the policy's text."""
     from attnplug.policies import parse
 
