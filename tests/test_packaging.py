@@ -73,6 +73,8 @@ def test_the_workflow_runs_what_is_here():
     scripts = {name for step in steps for name in re.findall(r"[\w./]*(?:\.ci/run|\w+\.sh)", step)}
     assert scripts == {".ci/run", "scripts/wheel.sh"}
     assert all((ROOT / name).is_file() for name in scripts)
+    tests = re.findall(r"\btests/\w+\.py", "\n".join(steps))
+    assert tests == ["tests/test_notebooks.py"] and (ROOT / tests[0]).is_file()
 
 
 @pytest.mark.parametrize("form", ["bug", "slow", "wish"])
