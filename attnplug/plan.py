@@ -23,6 +23,7 @@ from rich.table import Table
 
 from attnplug import files
 from attnplug.errors import ArgumentError, FileError
+from attnplug.policies.auto import CANDIDATES, Auto
 from attnplug.policies.gather import Gather
 from attnplug.policies.gvr import Gvr
 from attnplug.policies.sketch import Sketch
@@ -323,8 +324,9 @@ def check_served(shape: Shape, policy: Sparse) -> None:
 
 
 def read_options(contexts: Sequence[int], batch: int, policy: str) -> Sparse:
-    """The method that the command's options name. Raises ArgumentError for numbers below 1 and a
-    method that the bill is not of, or PolicyError for the policy's text."""
+    """The method that the command's options name; for auto, what it takes on a GPU with room for
+    its cache. Raises ArgumentError for numbers below 1 and a method that the bill does not know, or
+    PolicyError for the policy's text."""
     from attnplug.policies import parse
 
     if min(contexts) < 1:
@@ -332,9 +334,13 @@ def read_options(contexts: Sequence[int], batch: int, policy: str) -> Sparse:
     if batch < 1:
         raise ArgumentError(f"plan: batch is {batch}, needs at least 1")
     method = parse(policy).decode
+    if isinstance(method, Auto):
+        method = CANDIDATES[method.quality]["decode"][0].method
     if not isinstance(method, Gather | Gvr | Sketch):
-        known = ", ".join(METHODS)
-        raise ArgumentError(f"plan: {policy!r} decodes with none of {known}, which the bill is of")
+        raise ArgumentError(
+            f"plan: {policy!r} decodes by {method.name}; the bill compares dense with "
+            f"{', '.join(METHODS[:-1])} or {METHODS[-1]}"
+        )
     if not _on_gpu(method):
         raise ArgumentError(f"plan: {policy!r} reads the host's memory; this bill knows the GPU's")
     return method

@@ -3,10 +3,10 @@
     python bench/call_timeline.py --tokens 131072 --new 8 --policies 'dense;sketch' [--small]
 
 The model is whole_calls.py's. One call of each policy is recorded, after `--before` others. Printed
-are the parts of the call on the host (the prompt is what `run` does before `_begin`), each with when
-it begins, how long it takes, and what it asks of the driver; the launches at which the host waited,
-as a GPU queues about a thousand; and the gaps of the GPU of at least `--gap` milliseconds, with when
-the kernel behind a gap was launched. Times are milliseconds since the call began.
+are the parts of the call on the host (the prompt is what `run` does before `_begin`), each with its
+begin, its length, and what it asks of the driver; the launches at which the host waited, as a GPU
+queues about a thousand; and the gaps of the GPU of at least `--gap` milliseconds, with when the
+kernel behind a gap was launched. Times are milliseconds since the call began.
 """
 
 import argparse

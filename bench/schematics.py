@@ -284,6 +284,24 @@ def exact(p: Picture) -> None:
     )  # fmt: skip
 
 
+def trained(p: Picture) -> None:
+    """prefill and decode: the model's own indexer picks
+
+    A strip of cached tokens. The indexer that the model was trained with gives each of them a score
+    from a small index key. Attention reads the k best tokens, and no other.
+    """
+    x, step, count = 132, 9.4, 60
+    read = tokens(p, scores(count, 5, (3, 12, 13, 24, 36, 45, 53, 58)), 8, 0, 0)
+    p.strip(x, 118, step, 22, [ROUGH] * count)
+    p.strip(x, 163, step, 34, [EXACT if i in read else UNREAD for i in range(count)])
+    p.text(24, 134, "index keys")
+    p.text(24, 176, "keys and\nvalues")
+    p.text(408, 222, "k and the scores are the model's, as it was trained", QUIET, "middle")
+    p.legend(
+        ROUGH, "small, all read", MEASURED, "decides", EXACT, "read exactly", UNREAD, "not read"
+    )  # fmt: skip
+
+
 def auto(p: Picture) -> None:
     """chooses a method for each layer and phase, once, when applied
 
@@ -318,7 +336,7 @@ def auto(p: Picture) -> None:
     )  # fmt: skip
 
 
-METHODS = (momo, gather, gvr, sketch, certified, stream, dense, exact, auto)
+METHODS = (momo, gather, gvr, sketch, certified, stream, dense, exact, trained, auto)
 
 
 def pictures() -> dict[str, str]:

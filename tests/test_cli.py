@@ -118,7 +118,7 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("plan", "qwen2.5-7b", "--batch", "0"), "batch is 0, needs at least 1"),
         (
             ("plan", "qwen2.5-7b", "--policy", "momo"),
-            "'momo' decodes with none of gather, gvr, sketch",
+            "'momo' decodes by dense; the bill compares dense",
         ),
         (("plan", "no/such-model"), "'no/such-model' is none of qwen2.5-7b, llama-3.1-8b and has"),
         (("plan", "qwen2.5-7b", "--rows", "none.json"), "none.json cannot be read as benchmark"),

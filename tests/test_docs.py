@@ -13,7 +13,9 @@ from pathlib import Path
 import ops_page
 import pytest
 import torch
+import transformers
 import yaml
+from ranks import needs_gloo, run_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -99,7 +101,8 @@ def small_world(monkeypatch):
     gives the function itself: thirty layers take Dynamo half a minute, and the contract tests
     compile."""
     model = tiny_model(num_hidden_layers=30, vocab_size=300, max_position_embeddings=8192)
-    monkeypatch.setattr(attnplug.models.pretrained, "load", lambda name: (model, byte_tokenizer()))
+    found = model, byte_tokenizer()
+    monkeypatch.setattr(attnplug.models.pretrained, "load", lambda name, device=None: found)
     compile = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda fn, **o: compile(fn, **o) if "backend" in o else fn
@@ -120,6 +123,54 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, capsys):
             before, found, printed = printed.partition(text)
             assert found and not before.strip(), f"printed {before!r}, the page shows {text!r}"
     assert not printed.strip(), "the page does not show all that it prints"
+
+
+@needs_gloo
+def test_the_scripts_for_several_gpus_run_on_two_processes(tmp_path):
+    """With a small model, on the CPU: gloo instead of NCCL."""
+    tiny_model(vocab_size=300, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 20)
+    split, weights, pieces, decoder = (
+        text for language, text in blocks(named("several-gpus.md")) if language == "py"
+    )
+    here = {
+        '"Qwen/Qwen2.5-7B-Instruct"': repr(str(tmp_path / "model")),
+        '"book.txt"': repr(str(tmp_path / "book.txt")),
+        '"nccl"': '"gloo"',
+        '"cuda"': '"cpu"',
+        "torch.cuda.set_device(rank)\n": "",
+        '{"": rank}': '"cpu"',
+        ".input_ids.to(rank)": ".input_ids",
+    }
+    imported = "from transformers.distributed import DistributedConfig\n"
+    for name, code in (("split", split + weights), ("pieces", pieces + imported + decoder)):
+        for theirs, ours in here.items():
+            code = code.replace(theirs, ours)
+        assert "cuda" not in code and "nccl" not in code
+        script = tmp_path / f"{name}.py"
+        script.write_text(f"{code}assert tokens.shape[1] > 8\ntorch.distributed.barrier()\n")
+        run_ranks(str(script))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_the_readmes_lines_run(tmp_path, monkeypatch, capsys):
+    """With a small model on the CPU, which has the length of the README's."""
+    model = tiny_model(vocab_size=300, max_position_embeddings=131072)
+    for cls, found in (("AutoModelForCausalLM", model), ("AutoTokenizer", byte_tokenizer())):
+        monkeypatch.setattr(
+            getattr(transformers, cls), "from_pretrained", lambda name, found=found, **_: found
+        )
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("It was a dark and stormy night.")
+    (code,) = [text for language, text in blocks(ROOT / "README.md") if language == "python"]
+    said: dict = {}
+    exec(code.replace('.to("cuda")', '.to("cpu")'), said)
+    assert said["answer"].numel() > 1 and str(said["prompt"].input_ids.device) == "cpu"
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("momo", "gather", "dense in caches below"))
+    with pytest.raises(attnplug.NotAppliedError):
+        attnplug.report(model)
 
 
 @pytest.mark.usefixtures("own_methods")

@@ -47,7 +47,8 @@ def test_both_are_here():
     assert [path.stem for path in NOTEBOOKS] == ["first-steps", "write-a-policy"]
 
 
-# The second is a study of a real model. Tests of docs, eval and testing run what it is made of.
+# The second is a study of a real model, for which .github/workflows/ci.yml has a job of its own.
+# Tests of docs, eval and testing run what it is made of.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",

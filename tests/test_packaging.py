@@ -47,6 +47,13 @@ def test_every_link_of_the_readme_leads_from_pypi_to_the_release(readme):
     assert inner > 20
 
 
+def test_the_links_beside_a_release_lead_into_the_repository():
+    for name, address in PROJECT["urls"].items():
+        assert address == ADDRESS or address.startswith(f"{ADDRESS}/"), name
+        _, blob, path = address.partition("/blob/main/")
+        assert not blob or (ROOT / path).is_file(), path
+
+
 def test_the_address_is_the_same_in_both_places():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["repository-code"] == ADDRESS
@@ -66,6 +73,8 @@ def test_the_workflow_runs_what_is_here():
     scripts = {name for step in steps for name in re.findall(r"[\w./]*(?:\.ci/run|\w+\.sh)", step)}
     assert scripts == {".ci/run", "scripts/wheel.sh"}
     assert all((ROOT / name).is_file() for name in scripts)
+    tests = re.findall(r"\btests/\w+\.py", "\n".join(steps))
+    assert tests == ["tests/test_notebooks.py"] and (ROOT / tests[0]).is_file()
 
 
 @pytest.mark.parametrize("form", ["bug", "slow", "wish"])

@@ -289,9 +289,24 @@ def test_the_command_for_other_methods_and_gpus():
 
 
 @pytest.mark.parametrize(
+    ("policy", "taken"), [("auto", "sketch"), ("momo+auto(quality='fast')", "gather")]
+)
+def test_auto_is_billed_as_what_it_takes(policy, taken):
+    method = plan.read_options([8192], 32, policy)
+    shape = plan.SHAPES["qwen2.5-7b"]
+    assert (
+        method.name == taken
+        and f"{taken}_ms" in plan.steps(shape, plan.H200, method, 32, [8192])[0]
+    )
+    if taken == "sketch":  # whose rows auto serves later than sketch alone does
+        least = plan.facts(shape, plan.H200, method, 32, [8192])["serves_from"]
+        assert least > plan.facts(shape, plan.H200, Sketch(), 32, [8192])["serves_from"]
+
+
+@pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("momo", "decodes with none of gather, gvr, sketch"),
+        ("momo", "decodes by dense; the bill compares dense with gather, gvr or sketch"),
         ("gather(kv='host')", "reads the host's memory"),
         ("sketch(kv='host')", "reads the host's memory"),
     ],

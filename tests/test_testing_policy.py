@@ -27,6 +27,11 @@ class Broken(attnplug.Dense):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if self.fault == "mask":
             call = dataclasses.replace(call, key_mask=None, start=None)
+        if self.fault == "places" and call.q.shape[2] == 1:
+            seen = torch.ones(call.k.shape[0], call.k.shape[2], dtype=torch.bool)
+            seen = seen if call.key_mask is None else call.key_mask.clone()
+            seen[:, :8] = False  # counted from the cache's begin, where a padded row has no key
+            call = dataclasses.replace(call, key_mask=seen)
         if self.fault == "nan":
             q, k, v = (torch.nan_to_num(x) for x in (call.q, call.k, call.v))
             call = dataclasses.replace(call, q=q, k=k, v=v)
@@ -90,6 +95,14 @@ def test_a_broken_policy_is_named(fault, promise):
     policy = Broken(fault=fault)
     with pytest.raises(AssertionError, match=rf"checks failed\n  {promise}\. .*: FAILED"):
         check_policy(policy, exact=policy, promises=(promise,), backend="aot_eager")
+
+
+def test_a_decode_step_that_forgets_the_padding_is_found_by_its_own_check():
+    """By the numbers, and not only where another token comes of it."""
+    with pytest.raises(AssertionError) as found:
+        check_policy(Broken(fault="places"), promises=(2,))
+    said = str(found.value).partition("padding and batch mates do not change a row: ")[2]
+    assert said.startswith("FAILED (decode, row of 36 tokens, padded by 34: off by ")
 
 
 def test_a_remove_that_leaves_something_is_found(monkeypatch):

@@ -221,7 +221,7 @@ def plan(
     ] = CONTEXTS,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
     policy: Annotated[
-        str, typer.Option(help='A policy that decodes with gather, gvr or sketch: "gather(k=8)".')
+        str, typer.Option(help='auto, or a policy with gather, gvr or sketch: "gather(k=8)".')
     ] = "gather",
     gpus: Annotated[int, typer.Option(help="GPUs that share the model by its heads.")] = 1,
     rows: Annotated[

@@ -4,11 +4,9 @@ docs/start/concepts.md lists the promises. What a tiny Llama cannot show (other 
 other hardware, speed) is in attnplug's own tests/contract and bench.
 """
 
-import contextlib
 import dataclasses
-import logging
-import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ import attnplug
 from attnplug.models.names import CACHE
 from attnplug.testing.oracle import largest
 from attnplug.testing.report import Check, CheckReport, collect
+from attnplug.testing.surroundings import assistant_may_warn, fresh_dynamo, inductor_may_warn
 
 VOCABULARY = 97
 PAD = 0
@@ -80,7 +79,7 @@ def check_policy(
         if needs_exact and exact is None:
             checks.append(Check(name, None, "no exact setting was given", promise))
         else:
-            with _inductor_may_warn(), _assistant_may_warn():
+            with inductor_may_warn(), assistant_may_warn():
                 checks.append(collect(name, getattr(subject, method), promise=promise))
     return CheckReport(f"check_policy({policy})", tuple(checks)).require()
 
@@ -173,15 +172,22 @@ class _Subject:
     def rows_are_alone(self) -> None:
         model = self.model()
         ids, mask = self.padded()
-        stock = _logits(model, ids, mask)
+        for way, steps in (("prefill", 0), ("decode", 3)):
+            stock = _rows(model, ids, mask, DynamicCache(), steps)
+            batch = self.served_rows(model, ids, mask, steps)
+            for row, length in enumerate(self.lengths()):
+                own = ids[row : row + 1, -length:], mask[row : row + 1, -length:]
+                plain = _rows(model, *own, DynamicCache(), steps)[0]
+                alone = self.served_rows(model, *own, steps)[0]
+                room = 4 * self.room(stock[row, -length:], plain)
+                label = f"{way}, row of {length} tokens, padded by {self.tokens - length}"
+                _close(batch[row, -length:], alone, room, label)
+
+    def served_rows(
+        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, steps: int
+    ) -> torch.Tensor:
         with attnplug.applied(model, self.policy):
-            batch = _logits(model, ids, mask)
-        for row, length in enumerate(self.lengths()):
-            own = ids[row : row + 1, -length:]
-            room = self.room(stock[row, -length:], _logits(model, own)[0])
-            with attnplug.applied(model, self.policy):
-                alone = _logits(model, own)[0]
-            _close(batch[row, -length:], alone, 4 * room, f"row of {length} of {self.tokens}")
+            return _rows(model, ids, mask, attnplug.make_cache(model, self.tokens), steps)
 
     def generated_rows_are_alone(self) -> None:
         model = self.model()
@@ -190,7 +196,8 @@ class _Subject:
             batch = _generate(model, ids, mask)
             for row, length in enumerate(self.lengths()):
                 alone = _generate(model, ids[row : row + 1, -length:])
-                _same(batch[row], alone[0], f"row of {length} tokens")
+                padding = self.tokens - length
+                _same(batch[row], alone[0], f"row of {length} tokens, padded by {padding}")
 
     # 3
 
@@ -211,7 +218,7 @@ class _Subject:
     def compiles(self) -> None:
         model = self.model()
         ids = self.ids(2, 24)
-        with attnplug.applied(model, self.policy), _fresh_dynamo():
+        with attnplug.applied(model, self.policy), fresh_dynamo():
             eager_cache, cache = (attnplug.make_cache(model, 64) for _ in range(2))
             wanted = _stepwise(model, ids, eager_cache, prefill=16)
             config = model.config
@@ -236,7 +243,7 @@ class _Subject:
         compiling: Any = CompileConfig(fullgraph=True, backend=self.backend)
         compiling.mode = self.mode
         compiling._compile_all_devices = True
-        with attnplug.applied(model, self.policy), _fresh_dynamo():
+        with attnplug.applied(model, self.policy), fresh_dynamo():
             eager = _generate(model, ids, mask, cache_implementation="static", disable_compile=True)
             found = _generate(
                 model, ids, mask, cache_implementation="static", compile_config=compiling
@@ -362,6 +369,26 @@ def _stepwise(model: Any, ids: torch.Tensor, cache: Any, prefill: int) -> torch.
     return torch.cat(found, 1)
 
 
+@torch.no_grad()
+def _rows(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, steps: int
+) -> torch.Tensor:
+    """The logits of left-padded rows, whose last `steps` tokens are decoded over the cache."""
+    if not steps:
+        return _logits(model, ids, mask)
+    tokens, positions, found = ids.shape[1], _positions(mask), []
+    for begin, end in pairwise([0, *range(tokens - steps, tokens + 1)]):
+        out = model(
+            ids[:, begin:end].contiguous(),
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, begin:end],
+            use_cache=True,
+            **{CACHE: cache},
+        )
+        found.append(out.logits.double())
+    return torch.cat(found, 1)
+
+
 def _caches(model: Any, tokens: int) -> list[Any]:
     """What a user may pass: a dynamic cache and a static one with room to spare."""
     return [DynamicCache(), StaticCache(model.config, max_cache_len=tokens + 13)]
@@ -391,44 +418,6 @@ def _state(model: Any) -> dict[str, Any]:
             elif key not in ("_parameters", "_buffers", "_modules"):
                 state[f"{name}.{key}"] = id(value) if callable(value) else type(value)
     return state
-
-
-@contextlib.contextmanager
-def _inductor_may_warn() -> Iterator[None]:
-    """Where warnings are errors, these of torch's own compiler would look like broken promises."""
-    with warnings.catch_warnings():
-        for message in (
-            "TensorFloat32 tensor cores",  # advice; the contract wants full float32
-            "The CUDA Graph is empty",  # captured to hold a memory pool
-            ".*torch.jit.script",  # its own imports
-        ):
-            warnings.filterwarnings("ignore", message=message)
-        yield
-
-
-@contextlib.contextmanager
-def _assistant_may_warn() -> Iterator[None]:
-    """transformers' assisted decoding calls `generate` in a way that transformers warns of."""
-    logger = logging.getLogger("transformers.generation.utils")
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return "Passing `generation_config` together" not in record.getMessage()
-
-    logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_news)
-
-
-@contextlib.contextmanager
-def _fresh_dynamo() -> Iterator[None]:
-    """Compile from nothing and leave nothing: other compilations count against one limit."""
-    torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
 
 
 def _close(

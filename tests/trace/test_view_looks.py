@@ -45,7 +45,7 @@ def test_themes_are_readable(files, open_page, scheme):
     assert page.evaluate("document.getElementById('map').layout.plot_bgcolor") != before
 
 
-@pytest.mark.parametrize("size", [(1280, 720), (2560, 1440), (800, 900)])
+@pytest.mark.parametrize("size", [(1280, 720), (2560, 1440), (800, 900), (390, 844)])
 def test_everything_has_its_place(files, open_page, size):
     _, path, _ = files
     page = open_page(path, *size, fragment="#q=300&k=100&mask=momo")
@@ -53,6 +53,7 @@ def test_everything_has_its_place(files, open_page, size):
     page.wait_for_selector("#results li")
     settled(page)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("header").bounding_box()["height"] < 90  # on a phone, too
     if size[0] >= 1280:
         assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
         for name in ("#map", "#heads", "#out", "#in"):
