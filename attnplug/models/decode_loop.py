@@ -15,7 +15,6 @@ import copy
 import functools
 import gc
 import math
-import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -89,14 +88,16 @@ class DecodeLoop:
     # One call at a time: steps, buffers and fused weights are the model's, whoever calls.
     turn: Turn = field(default_factory=Turn, repr=False, compare=False)
 
-    def notice(self, family: str) -> threading.Timer:
-        """Under way: a word on the log if a first call takes long, unless it is cancelled."""
+    def notice(self, family: str) -> Callable[[], None]:
+        """Under way: a word on the log if the first call takes long, unless what is returned is
+        called before."""
+        if not self.is_new:
+            return lambda: None
+        self.is_new = False
         ahead = "attnplug.warm(model, lengths) does it ahead"
         timer = remark("the first call of this %s is compiling, once; %s", family, ahead)
-        if self.is_new:
-            timer.start()
-        self.is_new = False
-        return timer
+        timer.start()
+        return timer.cancel
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model begins anew: a compiled step is of one model."""
@@ -211,12 +212,12 @@ class Decoding:
 
     def run(self, loop: DecodeLoop) -> Any:
         with loop.turn.taken():
-            self.notice = loop.notice(type(self.model).__name__)
+            self.hush = loop.notice(type(self.model).__name__)
             traced = counters["stats"]["unique_graphs"]
             try:
                 return self._run(loop)
             finally:
-                self.notice.cancel()
+                self.hush()
                 if counters["stats"]["unique_graphs"] != traced:
                     # What dynamo traced with stays behind in cycles, and holds the cache, which may
                     # be most of a GPU's memory.
@@ -336,7 +337,7 @@ class Decoding:
                 capture_ahead(self, step, due, fed)
             self._prepare_layers(due, buffers)
             found = step(*fed)
-            self.notice.cancel()  # from here on tokens come
+            self.hush()  # from here on tokens come
             if found is not None:
                 self._choose(found, buffers)
 

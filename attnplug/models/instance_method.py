@@ -1,10 +1,13 @@
 """What `apply` puts in the place of one model's own methods."""
 
 import inspect
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+# Of functions; transformers looks into that of generate's steps in each call.
+SIGNATURES: weakref.WeakKeyDictionary[Any, inspect.Signature] = weakref.WeakKeyDictionary()
 PUT = "_attnplug_put"  # by name, what stands on an object in the place of its methods
 
 
@@ -41,7 +44,13 @@ class InstanceMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.stock)
+        stock = self.stock
+        function = stock.__func__ if isinstance(stock, MethodType) else None
+        if function is None:
+            return inspect.signature(stock)
+        if function not in SIGNATURES:
+            SIGNATURES[function] = inspect.signature(stock)
+        return SIGNATURES[function]
 
     def __repr__(self) -> str:
         return f"<attnplug's {self.__name__} of {type(self.model).__name__}>"

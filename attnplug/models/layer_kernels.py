@@ -1,6 +1,7 @@
 """One kernel each for a decoder layer's norms, rotary embedding and gated activation, while
-`generate` prefills and while it captures steps (ops/layer has what that saves). Short prompts go
-without, as their calls wait for the host, to which these kernels are no less work.
+`generate` prefills and while it captures steps (ops/layer has what that saves). Short prompts wait
+for the host, to which these kernels are no less work. They have only their norms in two of torch's
+ops, where the model's own code is eight.
 
 A module is served where its code is, instruction for instruction, code that is known here: Llama's
 or Gemma's, which most families repeat. The kernels stand in for `forward` on the instance and only
@@ -46,6 +47,7 @@ class LayerKernels:
     it is now."""
 
     forwards: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)
+    few_ops: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)  # short prompts'
     attentions: list[torch.nn.Module] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     turned: dict[Forward, Any] = field(default_factory=dict)  # by an attention's own forward
@@ -77,7 +79,7 @@ class LayerKernels:
         return kinds, [(type(module), _acts(module)) for module in modules]
 
     def find(self, model: torch.nn.Module) -> None:
-        self.forwards, self.attentions, self.counts = [], [], Counter()
+        self.forwards, self.few_ops, self.attentions, self.counts = [], [], [], Counter()
         modules = all_modules(model)
         kinds = {type(module) for module in modules}
         offsets = {kind: _norm_offset(kind) for kind in kinds}
@@ -87,6 +89,8 @@ class LayerKernels:
             offset = offsets[kind]
             if offset is not None:
                 self._add(NORMS, module, _norm(module, offset))
+                if not offset:
+                    self.few_ops.append((module, _norm_of_few_ops(module)))
             elif kind in gating and _activation(module):
                 self._add(GATES, module, _mlp(module, _activation(module)))
             elif kind in rotating:
@@ -99,17 +103,17 @@ class LayerKernels:
         self.counts[name] += 1
 
     @contextmanager
-    def on(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within it the kernels stand in. A module whose forward somebody else has replaced, and a
-        model that is compiled, keep their own code."""
+    def on(self, model: torch.nn.Module, short: bool = False) -> Iterator[None]:
+        """Within it the kernels stand in, or for a `short` prompt the norms of few ops. A module
+        whose forward somebody else has replaced, and a model that is compiled, keep their own
+        code."""
         if not self._ready(model):
             yield
             return
-        kinds = {kind: self._turned(kind) for kind in set(map(type, self.attentions))}
-        turning = [(each, MethodType(kinds[type(each)], each)) for each in self.attentions]
+        standing_in = self.few_ops if short else [*self.forwards, *self._turning()]
         taken: list[tuple[torch.nn.Module, Any]] = []
         try:
-            for module, forward in (*self.forwards, *turning):
+            for module, forward in standing_in:
                 if "forward" not in vars(module):
                     vars(module)["forward"] = forward
                     taken.append((module, forward))
@@ -118,6 +122,10 @@ class LayerKernels:
             for module, forward in taken:
                 if vars(module).get("forward") is forward:  # not another one by now
                     del vars(module)["forward"]
+
+    def _turning(self) -> list[tuple[torch.nn.Module, Forward]]:
+        kinds = {kind: self._turned(kind) for kind in set(map(type, self.attentions))}
+        return [(each, MethodType(kinds[type(each)], each)) for each in self.attentions]
 
     def _turned(self, attention: Any) -> Forward:
         """An attention's forward whose rotary embedding is the kernel: the same code, with the
@@ -142,16 +150,16 @@ class LayerKernels:
         return f"a kernel each for {counts}" if counts else ""
 
 
-def layer_kernels(model: torch.nn.Module) -> AbstractContextManager[None]:
+def layer_kernels(model: torch.nn.Module, short: bool = False) -> AbstractContextManager[None]:
     """Within it the kernels of a model stand in, where `apply` has given it any."""
     kernels: LayerKernels | None = vars(model).get(KERNELS)
-    return nullcontext() if kernels is None else kernels.on(model)
+    return nullcontext() if kernels is None else kernels.on(model, short)
 
 
 def prompt_kernels(
     model: Any, ids: torch.Tensor, config: Any, inputs: Mapping[str, Any]
 ) -> AbstractContextManager[None]:
-    """`layer_kernels` for a prefill of `generate`; of a short prompt, the model's own code."""
+    """`layer_kernels` for a prefill of `generate`."""
     embeds = inputs.get("inputs_embeds")
     if embeds is None:
         chunk = config.prefill_chunk_size or ids.shape[1]
@@ -159,7 +167,7 @@ def prompt_kernels(
         numbers = ids.shape[0] * min(chunk, ids.shape[1]) * width
     else:
         numbers = embeds.numel()
-    return layer_kernels(model) if numbers >= SHORT else nullcontext()
+    return layer_kernels(model, numbers < SHORT)
 
 
 def has_quick_steps(model: torch.nn.Module) -> bool:
@@ -254,6 +262,21 @@ def _norm(module: Any, unit_offset: bool) -> Forward:
             return own(hidden_states)
         eps = module.eps if unit_offset else module.variance_epsilon
         return rms_norm(hidden_states, weight, eps, unit_offset)
+
+    return forward
+
+
+def _norm_of_few_ops(module: Any) -> Forward:
+    """Llama's norm, rounded as its own code rounds: before the weight and behind it."""
+    own = MethodType(type(module).forward, module)
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        if type(weight) is not torch.nn.Parameter or not _is_plain(hidden_states, weight):
+            return own(hidden_states)
+        size = hidden_states.shape[-1:]
+        normed = torch.nn.functional.rms_norm(hidden_states, size, None, module.variance_epsilon)
+        return weight * normed
 
     return forward
 

@@ -251,7 +251,7 @@ class Rounds:
             self._make_room(1)
             state = *buffers.stepped(), call.greedy, options
             found = self.dense(call.model, call.cache, *state)
-            call.notice.cancel()  # from here on tokens come
+            call.hush()  # from here on tokens come
             chosen = buffers.token if found is None else self._choose(found, 0)[:, None]
             self.held += 1
             self._note(chosen.tolist(), chosen)
@@ -290,7 +290,7 @@ class Rounds:
     def _draft(self, place: int, options: dict[str, Any]) -> None:
         call = self.call
         found = self.draft(call.model, call.cache, *self.buffers.stepped(), call.greedy, options)
-        call.notice.cancel()  # from here on tokens come
+        call.hush()  # from here on tokens come
         if found is not None:
             self.buffers.token.copy_(self._choose(found, place).clamp(min=0)[:, None])
         self.feed.tokens[:, place + 1].copy_(self.buffers.token[:, 0])

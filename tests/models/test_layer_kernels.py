@@ -247,7 +247,25 @@ def called(monkeypatch):
     return seen
 
 
-def test_short_prompts_have_the_models_own_code(device, monkeypatch, called):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_norm_of_few_ops_is_the_models_own(device, dtype, monkeypatch):
+    """Bit for bit on a CPU; a GPU may sum in another order."""
+    monkeypatch.setattr(layer_kernels, "DEVICES", {"cuda", "cpu"})
+    norm = tiny_model().model.norm.to(device, dtype)
+    seeded = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(64, generator=seeded))
+        x = 3 * torch.randn(2, 500, 64, generator=seeded).to(device, dtype)
+        found, wanted = layer_kernels._norm_of_few_ops(norm)(x), norm(x)
+    if device == "cpu":
+        assert torch.equal(found, wanted)
+    assert (found != wanted).float().mean() < (1 if dtype == torch.float32 else 1e-3)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_short_prompts_have_no_kernels_but_norms_of_few_ops(device, monkeypatch, called):
+    few, own_norm = [], torch.nn.functional.rms_norm
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda *a: few.append(1) or own_norm(*a))
     numbers = 2 * 30 * 64  # two rows of 30 tokens, 64 numbers each
     model = tiny_model(device=device)
     wanted = tokens_of(model, new=1)
@@ -255,7 +273,10 @@ def test_short_prompts_have_the_models_own_code(device, monkeypatch, called):
     for short, runs in ((numbers, True), (numbers + 1, False)):
         monkeypatch.setattr(layer_kernels, "SHORT", short)
         called.clear()
+        few.clear()
         assert tokens_of(model, new=1) == wanted and bool(called) == runs
+        assert len(few) == (0 if runs else 5)
+        assert not forwards_of(model)
     monkeypatch.setattr(layer_kernels, "SHORT", numbers)
     called.clear()
     assert tokens_of(model, new=1, prefill_chunk_size=20) == wanted and not called
@@ -266,7 +287,7 @@ def test_short_prompts_have_the_models_own_code(device, monkeypatch, called):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_after_a_short_prompt_counts(device, name, monkeypatch, called):
-    """It comes between a short prompt, whose modules nobody looks at, and a long one."""
+    """It comes between a short prompt, which has its norms in few ops, and a long one."""
     model = tiny_model(device=device)
     stock = copy.deepcopy(model)
     attnplug.apply(model, "dense")
