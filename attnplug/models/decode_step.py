@@ -12,7 +12,7 @@ import torch
 from attnplug.models.cache import PlugCache, PlugLayer
 from attnplug.models.edits import first_filled
 from attnplug.models.names import CACHE
-from attnplug.models.sliding import roll_in, round_of, sliding_layers
+from attnplug.models.sliding import held_by_windows, roll_in, round_of
 
 PIECES, FEWEST = 512, 16  # of a row of logits, for a program each
 # Where no token can be drawn, as torch.multinomial says it.
@@ -136,7 +136,7 @@ def decode_step(
     if drafted is not None:
         masks = masks_by_type(mask, drafted.mask(1))
     elif window is not None:
-        roll_in(window, True, sliding_layers(cache.layers)[0].cumulative_length, 3)
+        roll_in(window, True, held_by_windows(cache.layers), 3)
         masks = masks_by_type(mask, window)
     outputs = model(
         input_ids=token,

@@ -49,6 +49,7 @@ class LayerKernels:
     forwards: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)
     few_ops: list[tuple[torch.nn.Module, Forward]] = field(default_factory=list)  # short prompts'
     attentions: list[torch.nn.Module] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)  # all, when they were found
     counts: Counter[str] = field(default_factory=Counter)
     turned: dict[Forward, Any] = field(default_factory=dict)  # by an attention's own forward
     looked: Any = None  # what the modules and their classes were when they were found
@@ -76,11 +77,15 @@ class LayerKernels:
         """All that decides which kernel a module has; compared by identity."""
         modules = [*(module for module, _ in self.forwards), *self.attentions]
         kinds = {kind: _pieces(kind) for kind in set(map(type, modules))}
-        return kinds, [(type(module), _acts(module)) for module in modules]
+        compiled = [each for each in self.modules if each._compiled_call_impl is not None]
+        return kinds, compiled, [(type(module), _acts(module)) for module in modules]
 
     def find(self, model: torch.nn.Module) -> None:
         self.forwards, self.few_ops, self.attentions, self.counts = [], [], [], Counter()
-        modules = all_modules(model)
+        self.modules = all_modules(model)
+        compiled = [each for each in self.modules if each._compiled_call_impl is not None]
+        traced = {part for each in compiled for part in all_modules(each)}
+        modules = [each for each in self.modules if each not in traced]
         kinds = {type(module) for module in modules}
         offsets = {kind: _norm_offset(kind) for kind in kinds}
         gating, rotating = set(filter(_gates, kinds)), set(filter(_rotates, kinds))
@@ -105,8 +110,8 @@ class LayerKernels:
     @contextmanager
     def on(self, model: torch.nn.Module, short: bool = False) -> Iterator[None]:
         """Within it the kernels stand in, or for a `short` prompt the norms of few ops. A module
-        whose forward somebody else has replaced, and a model that is compiled, keep their own
-        code."""
+        whose forward somebody else has replaced, a model that is compiled, and parts of it that
+        are, keep their own code."""
         if not self._ready(model):
             yield
             return

@@ -278,6 +278,14 @@ def _tokens_of(windows: Iterable[SlidingLayer]) -> int:
     return max(layer.cumulative_length_int for layer in windows)
 
 
+def held_by_windows(layers: Iterable[Any]) -> torch.Tensor:
+    """How many tokens windows have taken while `stepping`, counted on the device `[]`: by the first
+    of them that a layer of the model fills."""
+    windows = sliding_layers(layers)
+    filled = next((layer for layer in windows if layer.is_initialized), windows[0])
+    return filled.cumulative_length
+
+
 def window_mask(layers: Sequence[Any], real: torch.Tensor | None, rows: int) -> torch.Tensor | None:
     """Which keys of a window are real `[B,1,1,W]` (bool), of all these layers' windows, which are
     of one size; `real` `[B,T]` are those of all tokens so far, None: all. None without a window."""

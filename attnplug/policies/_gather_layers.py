@@ -10,6 +10,7 @@ from transformers import Cache
 
 from attnplug.models.buffers import lower_progress
 from attnplug.models.cache import PlugLayer, RowBuffers
+from attnplug.models.edits import first_filled
 from attnplug.ops import ResidentBlocks, block_bounds
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.policies._host_layer import HostLayer
@@ -86,7 +87,7 @@ class GatherLayer(PlugLayer):
         own = cast(Sequence[GatherLayer], layers)
         for block in {each.block for each in own}:
             progresses = [each.progress for each in own if each.block == block]
-            lower_progress(progresses, own[0].cumulative_length, block)
+            lower_progress(progresses, first_filled(own).cumulative_length, block)
 
 
 class HostGatherLayer(GatherLayer, HostLayer):

@@ -1,6 +1,5 @@
-"""sketch's cache layers: keys, values, the codes of the keys, the basis that they are in, and the
-last queries, of which the basis is made; and the audits of its steps. Keys and values are on the
-GPU, or in host memory."""
+"""sketch's cache layers: keys and values, on the GPU or in host memory, the codes of the keys, their
+basis, and the last queries, of which it is made; and the audits of its steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
@@ -12,6 +11,7 @@ from transformers.cache_utils import StaticLayer
 from attnplug.call import AttentionCall
 from attnplug.models.buffers import lower_progress
 from attnplug.models.cache import PlugLayer, RowBuffers
+from attnplug.models.edits import first_filled
 from attnplug.models.sync import may_sync
 from attnplug.ops.sketch.basis import Fit, fit_bases
 from attnplug.ops.sketch.encode_keys import encode_keys
@@ -37,7 +37,6 @@ class SketchLayer(PlugLayer):
     tokens have changed since (`sketch_decode`).
 
     `audits` `[B,Hq,3]` float64 counts audits and sums their two results, see `audit_step`.
-
     The basis is made between steps (`refit`), never in a captured or compiled one: after a prefill,
     where `note_queries` has it; before steps of generate, which calls `prepare_steps`; in a step
     that is not compiled. The host starts that work and does not wait for it. It counts the tokens
@@ -156,9 +155,9 @@ class SketchLayer(PlugLayer):
         own = cast(Sequence[SketchLayer], layers)
         for layer in own if isinstance(tokens, int) else ():
             layer.seen = max(0, layer.seen - tokens)
-        coded = [layer.codes for layer in own if layer.codes is not None]
-        if coded:
-            lower_progress([codes.progress for codes in coded], own[0].cumulative_length, BLOCK)
+        done = [layer.codes.progress for layer in own if layer.codes is not None]
+        if done:
+            lower_progress(done, first_filled(own).cumulative_length, BLOCK)
             hints = [layer.hint for layer in own if layer.hint is not None]
             torch._foreach_zero_(hints)  # pyright: ignore[reportPrivateImportUsage]
 
