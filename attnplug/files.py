@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attnplug.errors import FileError
+from attnplug.errors import AttnplugError, FileError
 
 try:
     import fcntl
@@ -208,19 +208,26 @@ def lock_file(file: int) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def check_place(path: str | os.PathLike[str], kind: type[FileError] = FileError) -> Path:
-    """Where a file will be, links followed. Raises `kind` where none can be made or replaced: what
-    is no regular file is never replaced."""
+def located(path: str | os.PathLike[str], kind: type[AttnplugError] = FileError) -> Path:
+    """Where a path leads to from the root, links followed. Raises `kind` where it is no name, and
+    where it begins at a current folder that somebody has deleted."""
     try:
         target = Path(os.path.realpath(path))
         str(target).encode()  # Arrow takes UTF-8 alone
     except ValueError as error:
         raise kind(f"{str(path)[:200]!r} is no name of a file; choose another path") from error
-    except OSError as error:  # of a path from the current folder, which somebody has deleted
+    except OSError as error:
         raise kind(
             f"{str(path)[:200]!r} cannot be found from the current folder ({_reason(error)}); "
             "choose a path from the root"
         ) from error
+    return target
+
+
+def check_place(path: str | os.PathLike[str], kind: type[FileError] = FileError) -> Path:
+    """Where a file will be, links followed. Raises `kind` where none can be made or replaced: what
+    is no regular file is never replaced."""
+    target = located(path, kind)
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:

@@ -13,7 +13,9 @@ from full_disk import file_size_limit
 from house import ROOT
 
 from attnplug import files
+from attnplug.cli import options
 from attnplug.errors import ArgumentError, FileError, TraceFileError, WeightsUnavailableError
+from attnplug.trace.command import run as run_trace
 
 KILLED = """
 import os, sys
@@ -154,6 +156,10 @@ def test_a_current_folder_that_is_gone_is_one_class_of_error(tmp_path, monkeypat
         files.check_place("trace.parquet", TraceFileError)
     with pytest.raises(FileError, match="from the root"):
         files.write_text("page.html", "text")
+    with pytest.raises(ArgumentError, match="from the root"):
+        run_trace("smollm2-135m", "some text", policy=None, out=Path("trace.parquet"))
+    with pytest.raises(ArgumentError, match="from the root"):
+        options.check_place("--out", Path("page.html"))
 
 
 def test_errors_of_files_are_one_family():

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from attnplug.errors import ArgumentError
+from attnplug.files import located
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is a GPU.")]
@@ -64,7 +65,8 @@ def check_least(option: str, value: int, least: int) -> None:
 
 def check_place(option: str, path: Path, *, folder: bool = False, image: bool = False) -> None:
     """Raise ArgumentError for a place that cannot be written: it should not wait for the work."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    whole = path if path.is_absolute() else located(".", ArgumentError) / path
+    there = next(place for place in (path, *whole.parents) if place.exists())
     fits = there.is_dir() == (folder or there != path)
     if not fits or not os.access(there, os.W_OK):
         kind = "a folder" if folder else "a file"

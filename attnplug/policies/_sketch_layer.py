@@ -1,5 +1,5 @@
-"""sketch's cache layers: keys and values, on the GPU or in host memory, the codes of the keys, their
-basis, and the last queries, of which it is made; and the audits of its steps."""
+"""sketch's cache layers: keys and values (on the GPU or in host memory), the codes of the keys,
+their basis and the last queries, of which it is made; and the audits of its steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast

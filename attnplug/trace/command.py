@@ -15,6 +15,7 @@ from rich.text import Text
 
 from attnplug import api, files, policies
 from attnplug.errors import ArgumentError
+from attnplug.files import located
 from attnplug.models.pretrained import load
 from attnplug.policies import Policy, Stream
 from attnplug.trace.reader import Trace, read
@@ -101,10 +102,9 @@ def run(
     for option, value in (("max_tokens", max_tokens), ("new_tokens", new_tokens)):
         if value < 0:
             raise ArgumentError(f"{option} is {value}, needs at least 0")
-    if not out.resolve().parent.is_dir():
-        raise ArgumentError(
-            f"{out.resolve().parent} is no folder; make it, or choose another --out"
-        )
+    folder = located(out, ArgumentError).parent
+    if not folder.is_dir():
+        raise ArgumentError(f"{folder} is no folder; make it, or choose another --out")
     console = console or Console(stderr=True)
     network, tokenizer = load(model, device=device)
     ids = tokenizer(text, return_tensors="pt").input_ids.to(network.device)

@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from rich.progress import track
 
 from attnplug import files
 from attnplug.errors import ArgumentError
+from attnplug.files import located
 from attnplug.trace.pack import KEY_BLOCKS, MOST_EDGES, Grid, Mask, Packer
 from attnplug.trace.reader import Trace, read
 from attnplug.version import __version__
@@ -65,7 +65,8 @@ def write_page(
         raise ArgumentError(f"view: limit_mb is {limit_mb}, needs a number of megabytes")
     trace = _opened(trace)
     opened = {name: _opened(mask) for name, mask in (masks or {}).items()}
-    if any(Path(out).resolve() == shown.path.resolve() for shown in (trace, *opened.values())):
+    page, read = located(out, ArgumentError), (trace, *opened.values())
+    if page in [located(shown.path, ArgumentError) for shown in read]:
         raise ArgumentError(f"view: the page would replace the trace {out}; name another place")
     chosen = _chosen_layers(trace, layers)
     spans, keys = _sizes(trace, sequence)
