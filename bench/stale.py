@@ -39,6 +39,7 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS, POLICIES = "attnplug/ops", "attnplug/policies"
+EXACT = f"{POLICIES}/exact.py"
 # a row's `op` that names neither an op nor a policy, and the files a whole model adds
 NAMED_ELSEWHERE = {
     "tiered": f"{POLICIES}/gather.py",
@@ -153,7 +154,8 @@ def _options(policy: str) -> dict[str, set[str]]:
     """The methods of a policy, and the options that it names of each."""
     terms = re.findall(r"([\w-]+)(?:\(([^)]*)\))?", policy)
     named = {name: set(re.findall(r"(\w+)=", options)) for name, options in terms}
-    return named | ({"momo": set(), "sketch": set()} if "auto" in named else {})  # what it takes
+    named |= {"momo": set(), "sketch": set()} if "auto" in named else {}  # what it takes
+    return named | ({_draft(policy): set()} if "exact" in named else {})
 
 
 def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
@@ -303,11 +305,23 @@ def code(source: str) -> str:
 
 
 def dependencies(root: Path, row: Row) -> frozenset[str]:
-    """The package files whose code a row was measured by, as far as they are there today."""
+    """The package files whose code a row was measured by, as far as they are there today. `exact`
+    imports all methods that can draft; a row ran dense and the draft that it names."""
     found = set(MODEL_FILES) if row.get("case") in WHOLE_MODEL else set()
     for path in roots(root, row):
-        found |= _reached(root, path)
+        parts = [path]
+        if path == EXACT:
+            found.add(path)
+            parts = [f"{POLICIES}/{name}.py" for name in ("dense", _draft(row["policy"]))]
+        for part in parts:
+            found |= _reached(root, part)
     return frozenset(found)
+
+
+def _draft(policy: str) -> str:
+    """The method that drafts for `exact`."""
+    named = re.search(r"draft=['\"](\w+)", policy)
+    return named[1] if named else "gather"
 
 
 def roots(root: Path, row: Row) -> list[str]:

@@ -310,3 +310,17 @@ def test_rows_of_deleted_options_are_history(stale, tmp_path):
     assert [stale.gone(row) for row in rows] == [True, False] and row_policy(old) == old
     found = sum(stale.gone(row) for _, row in stale.read_rows(ROOT / "bench" / "results"))
     assert found > 90
+
+
+def test_a_row_of_exact_depends_on_the_draft_that_it_names(stale):
+    for policy, draft, others in (
+        ("exact", "gather", ("sketch", "gvr")),
+        ("momo+exact(draft='sketch(k=4096)')", "sketch", ("gather", "gvr")),
+        ('exact(draft="gvr", m=3)', "gvr", ("gather", "sketch")),
+    ):
+        row = {"policy": policy, "case": "generate", "n": 1}
+        files = stale.dependencies(ROOT, row)
+        own, dense = (f"attnplug/policies/{name}.py" for name in ("exact", "dense"))
+        assert {own, dense, f"attnplug/policies/{draft}.py"} <= files
+        assert not {f"attnplug/policies/{name}.py" for name in others} & files
+        assert draft in stale._options(policy)
