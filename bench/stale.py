@@ -146,8 +146,12 @@ def _title(row: Row) -> str:
 
 
 def _bare(policy: str) -> str:
-    """A policy without options."""
-    return re.sub(r"\([^)]*\)", "", policy)
+    """A policy without options, which may have some of their own (`exact`'s draft)."""
+    while "(" in policy:
+        policy, changed = re.subn(r"\([^()]*\)", "", policy)
+        if not changed:
+            break
+    return policy
 
 
 def _options(policy: str) -> dict[str, set[str]]:
