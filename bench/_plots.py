@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ def _plot_times(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _peer_lines(rows: Sequence[Row]) -> list[tuple[str, int, str, dict[int, float]]]:
     """(peer, batch, options, microseconds by n) of each line of a peer: one for all options that
-    meet the same peer, and one more, with its options, where its times are others."""
+    meet the same peer, or several, each with its options, where their times differ."""
     lines: list[tuple[str, int, str, dict[int, float]]] = []
     for (batch, options), line in _series(rows):
         for (peer,), beside in grouped([row for row in line if row["peer"]], "peer").items():
@@ -186,8 +186,12 @@ def _peer_lines(rows: Sequence[Row]) -> list[tuple[str, int, str, dict[int, floa
             if fits:
                 fits[0].update(found | fits[0])
             else:
-                lines.append((peer, batch, options if same else "", found))
-    return lines
+                lines.append((peer, batch, options, found))
+    number = Counter(tuple(line[:2]) for line in lines)
+    return [
+        (peer, batch, options if number[peer, batch] > 1 else "", times)
+        for peer, batch, options, times in lines
+    ]
 
 
 def _near(a: float, b: float) -> bool:
