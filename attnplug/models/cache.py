@@ -42,8 +42,8 @@ class PlugLayer(WatchedLayer):
 
     A subclass that keeps more than keys and values names it in `row_buffers`: attributes, each a
     tensor or a NamedTuple of tensors whose first dimension is the rows, and the number that `reset`
-    fills them with (None: none). It makes them in `lazy_initialization` by `bind_rows`, and the
-    base moves them with their rows. `update` and `crop` must keep true what they say of tokens.
+    fills them with (None: `reset` leaves them). `lazy_initialization` makes them by `bind_rows`,
+    the base moves them with their rows, and `update` and `crop` keep true what they say of tokens.
     """
 
     row_buffers: ClassVar[RowBuffers] = {}

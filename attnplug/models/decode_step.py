@@ -79,7 +79,7 @@ class StepBuffers:
         return tuple(value for name, value in vars(self).items() if name != "first_key")
 
     def begin_behind(self, layers: Iterable[Any]) -> None:
-        """Have the first step's token go behind those that a cache's layers hold."""
+        """Put the first step's token behind the tokens that a cache's layers hold."""
         filled = first_filled(layer for layer in layers if isinstance(layer, PlugLayer))
         self.slot.copy_(filled.cumulative_length.reshape(1))
 

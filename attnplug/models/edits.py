@@ -53,8 +53,8 @@ class EditableCache(Cache):
 
 def first_filled(layers: Iterable[Any]) -> Any:
     """The first of these PlugLayers that has counted a token, else the first of all; None where
-    there are none. The first of a cache may hold nothing: whoever dropped the model's first layer,
-    or has its passes skip it, has left it to no layer of the model."""
+    there are none. The first layer of a cache may hold nothing, because the model's own first layer
+    was dropped, or because the user's forward pass skips it."""
     first = None
     for layer in layers:
         if layer.counted:

@@ -19,7 +19,6 @@ import numpy as np
 from attnplug import files
 from attnplug.call import AttentionCall, Edges
 from attnplug.errors import ServeError, TraceFileError
-from attnplug.files import located
 from attnplug.serve.paged.rows import Batch, Row
 from attnplug.serve.vllm.options import TraceOptions
 from attnplug.trace.record import Recording
@@ -79,7 +78,7 @@ class Traces:
         self.options, self.about, self.label, self.tokenizer = options, about, label, tokenizer
         self.layers: set[int] = set()  # those that are traced, known before the first prompt
         self.open: list[Prompt] = []
-        self.folder = located(options.folder)
+        self.folder = files.located(options.folder)
         weakref.finalize(self, os.close, self._claim())
         numbers = [re.match(r"prompt-(\d+)", path.name) for path in self.folder.iterdir()]
         self.numbered = max((int(found[1]) for found in numbers if found), default=0)
