@@ -14,7 +14,7 @@ CALLS = {
     "call": "a whole call of `generate`, {options}",
     "e2e-ttft": "the first token, without a cache",
     "vllm-ttft": "the first token in vLLM",
-    "vllm-load": "{batch} requests in vLLM",
+    "vllm-load": "{batch} requests at once in vLLM, 256 new tokens each",
 }
 MODELS = {"28/4": "Qwen2.5-7B", "32/8": "Llama-3.1-8B"}  # whose shapes whole calls are timed in
 
