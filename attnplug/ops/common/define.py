@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from attnplug.errors import ArgumentError, CardError, GradientError
 from attnplug.ops.common.first_call import announced
@@ -76,7 +77,9 @@ def _register(
     if not again:
         LIBRARY.define(schema)
     for key, kernel in kernels.items():
-        LIBRARY.impl(name, kernel, key, allow_override=again)
+        # Where compiled code has a part that dynamo cannot trace, dynamo looks at all that runs
+        # within that part, an op's kernel too, and warns of what it finds, or traces it wrongly.
+        LIBRARY.impl(name, _disable_dynamo(kernel), key, allow_override=again)
     torch.library.register_fake(f"attnplug::{name}", fake, lib=LIBRARY, allow_override=again)
     return getattr(torch.ops.attnplug, name).default
 
