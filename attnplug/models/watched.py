@@ -6,6 +6,7 @@ leave them stale, and nothing would show it. PyTorch counts in-place writes (`Te
 that a layer which remembers the counts of its own last write can tell that another one came.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,11 @@ from transformers.cache_utils import StaticLayer
 from attnplug.models.sync import may_read
 
 Versions = tuple[int, ...]
+Serves = Callable[[int, int, torch.device], bool]  # caches of so many rows and slots on a device
+
+
+def _always(rows: int, slots: int, device: torch.device) -> bool:
+    return True
 
 
 class WatchedLayer(StaticLayer):
@@ -27,6 +33,7 @@ class WatchedLayer(StaticLayer):
 
     row_buffers: ClassVar[Any] = {}
     versions: Versions | None = None  # after this layer's own last write; None: not known
+    serves: Serves = staticmethod(_always)  # else the layer's method leaves a cache to dense
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "versions": None}  # a copy has tensors of its own
@@ -53,9 +60,8 @@ class WatchedLayer(StaticLayer):
 
     def holds_more(self, rows: int, device: torch.device) -> bool:
         """Whether the layer, with `rows` rows on `device`, keeps more than keys and values, or
-        other keys and values than the model hands it. A subclass for which neither is true
-        overrides this."""
-        return True
+        other keys and values than the model hands it, that its method reads."""
+        return self.serves(rows, self.max_cache_len, device)
 
     def flush(self) -> None:
         """Write the token that waits for its attention."""

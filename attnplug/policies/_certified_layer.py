@@ -2,7 +2,6 @@
 cached on the GPU), and the telemetry of its steps."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +10,7 @@ from transformers import Cache
 from attnplug.models.buffers import prompt_on_gpu
 from attnplug.models.cache import PlugLayer, RowBuffers, Shape
 from attnplug.models.host_memory import host_zeros
+from attnplug.models.watched import Serves
 from attnplug.ops import QuantizedKV, Scratch
 from attnplug.ops.certified.certified_attention import TELEMETRY
 
@@ -36,7 +36,7 @@ class CertifiedLayer(PlugLayer):
         block: int,
         slots: int,
         originals: str,
-        serves: Callable[[int, int, torch.device], bool],
+        serves: Serves,
     ):
         super().__init__(max_cache_len=max_cache_len)
         self.block, self.slots = block, slots

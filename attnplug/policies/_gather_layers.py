@@ -2,7 +2,7 @@
 values in host memory with what steps read most on the GPU."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -11,6 +11,7 @@ from transformers import Cache
 from attnplug.models.buffers import lower_progress
 from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.edits import first_filled
+from attnplug.models.watched import Serves
 from attnplug.ops import ResidentBlocks, block_bounds
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.policies._host_layer import HostLayer
@@ -44,9 +45,9 @@ class GatherLayer(PlugLayer):
     bounds: torch.Tensor
     progress: torch.Tensor
 
-    def __init__(self, max_cache_len: int, block: int, form: Form):
+    def __init__(self, max_cache_len: int, block: int, form: Form, serves: Serves):
         super().__init__(max_cache_len=max_cache_len)
-        self.block, self.form = block, form
+        self.block, self.form, self.serves = block, form, serves
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -104,12 +105,12 @@ class HostGatherLayer(GatherLayer, HostLayer):
         max_cache_len: int,
         block: int,
         form: Form,
+        serves: Serves,
         local: int,
         resident: int,
-        serves: Callable[[int, int, torch.device], bool],
     ):
-        super().__init__(max_cache_len, block, form)
-        self.local, self.resident, self.serves = local, resident, serves
+        super().__init__(max_cache_len, block, form, serves)
+        self.local, self.resident = local, resident
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

@@ -2,13 +2,13 @@
 read."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from transformers import Cache
 
 from attnplug.models.cache import PlugLayer, RowBuffers
+from attnplug.models.watched import Serves
 from attnplug.ops.gvr.score_tokens import quantize_keys
 
 
@@ -31,13 +31,10 @@ class GvrLayer(PlugLayer):
         max_cache_len: int,
         k: int,
         kept: int,
-        serves: Callable[[int, int, torch.device], bool],
+        serves: Serves,
     ):
         super().__init__(max_cache_len=max_cache_len)
         self.k, self.kept, self.serves = k, kept, serves
-
-    def holds_more(self, rows: int, device: torch.device) -> bool:
-        return self.serves(rows, self.max_cache_len, device)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

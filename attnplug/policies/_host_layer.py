@@ -1,6 +1,5 @@
 """The cache layer of keys and values in host memory, whatever a method keeps beside them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ class HostLayer(PlugLayer):
     the GPU, for one layer at a time.
     """
 
-    serves: Callable[[int, int, torch.device], bool]
     on_host = False
     given: tuple[torch.Tensor, torch.Tensor] | None = None  # what `update` has returned last
 

@@ -1,7 +1,7 @@
 """sketch's cache layers: keys and values (on the GPU or in host memory), the codes of the keys,
 their basis and the last queries, of which it is made; and the audits of its steps."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,6 +13,7 @@ from attnplug.models.buffers import lower_progress
 from attnplug.models.cache import PlugLayer, RowBuffers
 from attnplug.models.edits import first_filled
 from attnplug.models.sync import may_sync
+from attnplug.models.watched import Serves
 from attnplug.ops.sketch.basis import Fit, fit_bases
 from attnplug.ops.sketch.encode_keys import encode_keys
 from attnplug.ops.sketch.host_decode import FixedPart
@@ -74,7 +75,7 @@ class SketchLayer(PlugLayer):
         self,
         max_cache_len: int,
         size: int,
-        serves: Callable[[int, int, torch.device], bool],
+        serves: Serves,
         audit: int = 0,
     ):
         super().__init__(max_cache_len=max_cache_len)
@@ -100,9 +101,6 @@ class SketchLayer(PlugLayer):
     def wants_codes(self, keys: torch.Tensor) -> bool:
         """Whether a cache with these buffers is to have codes; dense reads one that has none."""
         return self.holds_more(len(keys), keys.device)
-
-    def holds_more(self, rows: int, device: torch.device) -> bool:
-        return self.serves(rows, self.max_cache_len, device)
 
     def _serves_its_rows(self) -> bool:
         """Whether steps read the codes; fewer rows than the cache began with may leave it to

@@ -18,8 +18,6 @@ import torch
 from attnplug.call import AttentionCall, LayerShape
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
-from attnplug.policies._gather_layers import GatherLayer
-from attnplug.policies._gvr_layer import GvrLayer
 from attnplug.policies._sketch_layer import SPARE, SketchLayer
 from attnplug.policies.base import Phase
 from attnplug.policies.crossover import NEVER, DenseBelow
@@ -125,12 +123,12 @@ class Exact(DenseBelow):
 
     def cache_layer(self, max_length: int) -> PlugLayer | None:
         layer = self.drafter.cache_layer(max_length)
-        if isinstance(layer, (GvrLayer, SketchLayer)):
+        if layer is not None:
             layer.serves = self._drafts
         return layer
 
     def _drafts(self, rows: int, size: int, device: torch.device) -> bool:
-        """Whether drafts are made over such a cache, so that it has their codes."""
+        """Whether drafts are made over such a cache, so that it has their codes or summaries."""
         return self.serves(rows, size, device) and self.drafter.serves(rows, size, device)
 
     @property
@@ -139,10 +137,6 @@ class Exact(DenseBelow):
 
     def note_queries(self, call: AttentionCall) -> None:
         layer = call.state
-        if isinstance(layer, GatherLayer) and not self._drafts(
-            len(call.q), layer.max_cache_len, call.q.device
-        ):
-            return  # no draft asks for summaries
         if not (isinstance(layer, PlugLayer) and layer.round_part):
             self.drafter.note_queries(call)
         elif isinstance(layer, SketchLayer):  # steps summarise what is accepted

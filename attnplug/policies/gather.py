@@ -146,8 +146,8 @@ class Gather(DenseBelow):
     def cache_layer(self, max_length: int) -> GatherLayer:
         form = self.summary_form(max_length)
         if self.kv == "gpu":
-            return GatherLayer(max_length, self.block, form)
-        return HostGatherLayer(max_length, self.block, form, self.local, self._slots, self.serves)
+            return GatherLayer(max_length, self.block, form, self.serves)
+        return HostGatherLayer(max_length, self.block, form, self.serves, self.local, self._slots)
 
     def summary_form(self, tokens: int) -> Form:
         """What the summaries of a cache of so many tokens are."""
@@ -166,7 +166,7 @@ class Gather(DenseBelow):
             return
         size = layer.max_cache_len
         is_own = (layer.block, layer.form) == (self.block, self.summary_form(size))
-        if is_own and self.serves(len(call.q), size, call.q.device):
+        if is_own and layer.serves(len(call.q), size, call.q.device):
             layer.summarise(call.start, call.key_mask)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

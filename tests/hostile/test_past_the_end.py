@@ -374,8 +374,8 @@ def test_sketch(device_path, length, chosen):
 
 LAYERS = {
     "dense": lambda: PlugLayer(max_cache_len=SIZE),
-    "gather": lambda: GatherLayer(SIZE, BLOCK, Form(2, torch.int8)),
-    "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, Form(2, None), 1, 3, lambda *_: True),
+    "gather": lambda: GatherLayer(SIZE, BLOCK, Form(2, torch.int8), lambda *_: True),
+    "gather-host": lambda: HostGatherLayer(SIZE, BLOCK, Form(2, None), lambda *_: True, 1, 3),
     "gvr": lambda: GvrLayer(SIZE, 8, 12, lambda *_: True),
     "sketch-host": lambda: HostSketchLayer(SIZE, 24, lambda *_: True),
 }

@@ -8,6 +8,7 @@ import transformers
 import attnplug
 from attnplug.models import decode_loop, lent
 from attnplug.models.lent import LentLayer
+from attnplug.policies import methods
 from attnplug.testing import tiny_model
 
 FAMILIES = {
@@ -64,7 +65,7 @@ def is_lent(cache) -> list[bool]:
     return [isinstance(layer, LentLayer) for layer in cache.layers]
 
 
-@pytest.mark.parametrize("policy", ["dense", "auto", "momo+gather"])
+@pytest.mark.parametrize("policy", ["dense", "auto", "momo+gather", "exact", "certified"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_token_is_stocks(name, policy, device, caches):
     model = family(name, device)
@@ -72,8 +73,16 @@ def test_the_token_is_stocks(name, policy, device, caches):
     wanted = [answer(model, **way) for way in ways]
     with attnplug.applied(model, policy):
         assert [answer(model, **way) for way in ways] == wanted
-    if policy == "dense":
-        assert len(caches) == len(ways) and all(any(is_lent(cache)) for cache in caches)
+    assert len(caches) == len(ways) and all(any(is_lent(cache)) for cache in caches)
+
+
+def test_every_method_leaves_a_short_prompt_as_it_is(device, caches):
+    """Below their crossovers no method reads what it would keep beside keys and values."""
+    model, names = tiny_model(device=device), ["auto", *methods()]
+    for name in names:
+        with attnplug.applied(model, name):
+            answer(model)
+    assert [all(is_lent(cache)) for cache in caches] == [True] * len(names)
 
 
 def test_it_is_lent_up_to_so_many_tokens(monkeypatch, device, caches):
@@ -146,8 +155,9 @@ def test_edits_of_a_lent_cache_count_for_each_layer(device, caches):
     assert int(cache.get_seq_length()) == 0
 
 
-def test_layers_that_keep_more_are_not_lent(device, caches):
-    model = attnplug.apply(tiny_model(device=device), SKETCH)
+@pytest.mark.parametrize("method", ["gather", "gvr", "certified", "sketch"])
+def test_layers_that_keep_more_are_not_lent(method, device, caches):
+    model = attnplug.apply(tiny_model(device=device), f"{method}(min_tokens=0)")
     answer(model)
     assert not any(is_lent(caches[0]))
 

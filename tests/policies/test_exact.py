@@ -144,7 +144,7 @@ def test_summaries_are_those_of_a_call_without_drafts(model):
     for layer, plain in zip(mine.layers, stock.layers, strict=True):
         done = int(layer.progress[0, 0])
         assert done >= 150 // 16
-        fresh = type(layer)(layer.max_cache_len, layer.block, layer.form)
+        fresh = type(layer)(layer.max_cache_len, layer.block, layer.form, layer.serves)
         tokens = int(layer.cumulative_length)
         fresh.update(plain.keys[:, :, :tokens].clone(), plain.values[:, :, :tokens].clone())
         fresh.summarise(None, None)
