@@ -74,9 +74,6 @@ class MeasuredMomo(Momo):
     rows_as_momo: ClassVar[bool] = True
     least_tokens: ClassVar[int] = MEASURED_TOKENS
 
-    def measured_crossover(self, kind: str) -> int:
-        return max(MEASURED_TOKENS, super().measured_crossover(kind))
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:

@@ -156,7 +156,8 @@ class Momo(DenseBelow):
         plain = all(type(value) in LITERALS for value in vars(self).values())
         object.__setattr__(self, "_text", str(self) if known and plain else None)
         near, far = self._blocks(0), self._blocks(NEAR)
-        least = {kind: pays_from(kind, near, far, self.block, NEAR) for kind in KINDS}
+        pays = {kind: pays_from(kind, near, far, self.block, NEAR) for kind in KINDS}
+        least = {kind: max(self.least_tokens, tokens) for kind, tokens in pays.items()}
         object.__setattr__(self, "_least", least)  # each layer asks for it in each call
 
     def measured_crossover(self, kind: str) -> int:
