@@ -16,7 +16,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 Row = dict[str, Any]
 
 COLORS = ("#0b6e99", "#c4511b", "#3d8b37", "#7b4ea3", "#a8821a", "#b0306a")
-MORE = (*COLORS, "#1f9e89", "#4d4d4d", "#e377c2")  # where each has a point, and no line that crosses others
+# Where each has a point, and no line that crosses others.
+MORE = (*COLORS, "#1f9e89", "#4d4d4d", "#e377c2")
 STOCK = "stock"  # the policy of a row about the model itself
 INK, GRID, PEER = "#222222", "#dddddd", "#7a7a7a"
 PEERS = {

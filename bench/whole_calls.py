@@ -8,8 +8,10 @@ has. `first_s` is the first call of its kind after `apply`, and `call_s` the med
 ones, of which `--calls` sets the number: short ones want a dozen, as the host is what they wait
 for. Nothing is left out of a call. `--profile` says how long each kernel of a call ran, in all.
 `--beside` gives each policy a model of its own, of the same weights, and takes their calls in turn:
-a host whose speed changes within seconds is then the same for all. `--root` measures another tree's
-attnplug with this script: run both in turn on one machine. `--small` is for a try on a CPU.
+a host whose speed changes within seconds is then the same for all. Name a policy twice, the second
+time with a space behind it, to see what two models of the same policy differ by. `--root` measures
+another tree's attnplug with this script: run both in turn on one machine. `--small` is for a try on
+a CPU.
 `call_rows.py` makes rows of results of what `--out` got.
 """
 
@@ -94,25 +96,38 @@ def built(config: Qwen2Config, device: str) -> Any:
 
 
 def beside(first: Any, policies: list[str], asked: argparse.Namespace, about: dict) -> None:
-    """A model with each policy, all of the same weights, and their calls in turn."""
+    """A model with each policy, all of the same weights, and their calls in turn. Half way through
+    a cell each policy moves on to the next model, as two models differ by where their weights lie,
+    and each round begins with another policy. `of_first` is the median of the calls' times in parts
+    of those of the first policy in the same round."""
     import attnplug
 
     models = [first, *(copy.deepcopy(first) for _ in policies[1:])]  # steps fuse their weights
-    calls = {}
-    for policy, model in zip(policies, models, strict=True):
-        calls[policy] = Calls(model, asked.batch)
-        if policy != "stock":
-            attnplug.apply(model, policy)
     for tokens, new in itertools.product(asked.tokens, asked.new):
-        firsts = {policy: call(tokens, new) for policy, call in calls.items()}
+        firsts: dict[str, float] = {}
         times: dict[str, list[float]] = {policy: [] for policy in policies}
-        for _ in range(asked.calls or (3 if tokens <= FEW else 2)):
+        rounds = asked.calls or (3 if tokens <= FEW else 2)
+        for turn in range(2):
+            calls = {}
+            for place, policy in enumerate(policies):
+                model = models[(place + turn) % len(models)]
+                calls[policy] = Calls(model, asked.batch)
+                if policy != "stock":
+                    attnplug.apply(model, policy)
+                firsts.setdefault(policy, calls[policy](tokens, new))
+                calls[policy](tokens, new)  # what a model does once is done
+            for number in range(turn, rounds, 2):
+                begin = number % len(policies)
+                for policy in (*policies[begin:], *policies[:begin]):
+                    times[policy].append(calls[policy](tokens, new))
             for policy, call in calls.items():
-                times[policy].append(call(tokens, new))
+                if policy != "stock":
+                    attnplug.remove(call.model)
         for policy, each in times.items():
+            parts = [mine / peer for mine, peer in zip(each, times[policies[0]], strict=True)]
             row = {"policy": policy, "n": tokens, "new": new, "first_s": round(firsts[policy], 4)}
             row |= {"call_s": round(statistics.median(each), 4), "times_s": each, "beside": True}
-            say(asked.out, row | about)
+            say(asked.out, row | about | {"of_first": round(statistics.median(parts), 4)})
 
 
 def main() -> None:
