@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SGLang for a GPU machine without a network: makes .carry/sglang-0, -1 ... of at most 48 MiB each.
+# SGLang for a GPU machine without a network: makes .carry/sglang-0, -1 ... of at most 40 MiB each.
 #
 #     WORK=/tmp/sglang-pack bash bench/sglang_pack.sh   # here: most of an hour of one core, 8 GB of disk
 #     source bench/sglang_setup.sh                      # there, in each call; see bench/README.md
@@ -10,7 +10,7 @@
 set -euo pipefail
 here="$(cd "$(dirname "$0")/.." && pwd)"
 cd "${WORK:?name a scratch folder in WORK}"
-version=0.5.23 kernels=0.4.10 torch=2.14.1 triton=3.8.0 piece=$((48 << 20))
+version=0.5.23 kernels=0.4.10 torch=2.14.1 triton=3.8.0 piece=$((40 << 20))
 python=3.12 prune="$here/bench/vllm_pack.py"
 
 fetch() { # folder, packages: wheels for the machine's Python, unpacked

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM for a GPU machine without a network: makes .carry/vllm-0, -1 ... of at most 48 MiB each.
+# vLLM for a GPU machine without a network: makes .carry/vllm-0, -1 ... of at most 40 MiB each.
 #
 #     WORK=/tmp/vllm-pack bash bench/vllm_pack.sh     # here: some minutes of one core, 4 GB of disk
 #     source bench/vllm_setup.sh                      # there, in each call; see bench/README.md
@@ -9,7 +9,7 @@
 set -euo pipefail
 here="$(cd "$(dirname "$0")/.." && pwd)"
 cd "${WORK:?name a scratch folder in WORK}"
-version=0.20.2 piece=$((48 << 20))
+version=0.20.2 piece=$((40 << 20))
 tools="$here/bench/vllm_pack.py"
 
 if [ ! -x venv/bin/python ]; then
