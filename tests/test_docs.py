@@ -309,6 +309,15 @@ def test_the_log_is_dated_and_newest_first(page):
     assert f"({page.name})" in (page.parent / "index.md").read_text()
 
 
+def test_the_search_finds_pages_of_today_and_not_the_log():
+    """Headings of the log are whole sentences, which would stand before the page that answers."""
+    left_out = {
+        p for p in PAGES if p.read_text().startswith("---\nsearch:\n  exclude: true\n---\n")
+    }
+    assert left_out == {*(DOCS / "log").glob("[!i]*.md"), named("results.md")}
+    assert "search" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+
+
 @pytest.mark.parametrize("page", LINKED, ids=name_of)
 def test_internal_links_resolve(page):
     for target in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page))):  # code links to nothing
