@@ -9,21 +9,20 @@ beta is the bandwidth, c0 what a step takes beside reading, c1 what the method a
 what 128 keys of gather's list add: k counts blocks of 128 here. beta and c0 come from measured
 dense steps alone, the others from the method's. On several GPUs each reads its share of W and A.
 Source: "Attention Pays Its Bill" (docs/papers.md); c2, other methods than gather and GPUs are ours.
+What the command answers for each method stands in `plan_answer.py`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from attnplug import files
 from attnplug.errors import ArgumentError, FileError
-from attnplug.policies.auto import CANDIDATES, Auto
 from attnplug.policies.gather import Gather
 from attnplug.policies.gvr import Gvr
 from attnplug.policies.sketch import Sketch
@@ -39,7 +38,8 @@ class Shape:
     weights that a step reads, and bytes an element of the cache. `positions`: the most tokens that
     the model reads, None where only its shape is known. `gpus`: how many share the model, of which
     heads and weights are the share of one. `shared`: numbers that all layers together keep of a
-    token for no head of its own, which are latents and the keys of indexers. Each GPU has these."""
+    token for no head of its own, which are latents and the keys of indexers. Each GPU has these.
+    `heads`: query heads, None where they are not known."""
 
     layers: int
     heads_kv: int
@@ -49,6 +49,7 @@ class Shape:
     positions: int | None = dataclasses.field(default=None, compare=False)
     gpus: int = 1
     shared: int = 0
+    heads: int | None = dataclasses.field(default=None, compare=False)
 
     def reads(self, tokens: int) -> bool:
         """Whether the model has positions for so many tokens."""
@@ -68,8 +69,10 @@ class Shape:
         Raises ArgumentError where the heads cannot be dealt out."""
         if gpus < 1 or (self.layers and self.heads_kv % gpus):
             raise ArgumentError(f"plan: {self.heads_kv} KV heads cannot be dealt to {gpus} GPUs")
-        each = max(1, self.heads_kv // gpus)
-        return dataclasses.replace(self, heads_kv=each, weights=self.weights / gpus, gpus=gpus)
+        each, heads = max(1, self.heads_kv // gpus), self.heads and self.heads // gpus
+        return dataclasses.replace(
+            self, heads_kv=each, heads=heads, weights=self.weights / gpus, gpus=gpus
+        )
 
 
 def listed(policy: Sparse) -> float:
@@ -86,8 +89,8 @@ def read_tokens(policy: Sparse, tokens: int, size: int, head_dim: int = 128) -> 
 
 
 SHAPES = {
-    "qwen2.5-7b": Shape(28, 4, 128, 14_141_238_272),
-    "llama-3.1-8b": Shape(32, 8, 128, 15_009_849_344),
+    "qwen2.5-7b": Shape(28, 4, 128, 14_141_238_272, heads=28),
+    "llama-3.1-8b": Shape(32, 8, 128, 15_009_849_344, heads=32),
 }
 
 
@@ -133,16 +136,22 @@ class Bill:
         """The fewest tokens, a multiple of the block, from which on `policy` is faster; None where
         that is beyond 16M tokens. Past what is kept dense grows faster, so there is one point."""
         block = policy.block if isinstance(policy, Gather) else 1
-        low, high = 0, (1 << 24) // block
-        if self.speedup(shape, high * block, batch, policy) <= 1:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.speedup(shape, middle * block, batch, policy) > 1:
-                high = middle
-            else:
-                low = middle
-        return high * block
+        return first_length(lambda n: self.speedup(shape, n, batch, policy) > 1, block)
+
+
+def first_length(pays: Callable[[int], bool], block: int = 1) -> int | None:
+    """The fewest tokens, a multiple of `block`, for which `pays` holds, as it does for all more;
+    None where that is beyond 16M tokens."""
+    low, high = 0, (1 << 24) // block
+    if not pays(high * block):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if pays(middle * block):
+            high = middle
+        else:
+            low = middle
+    return high * block
 
 
 # Fitted to e2e_decode.json, e2e_gather.json, gvr.json and sketch.json of bench/results.
@@ -195,7 +204,7 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
             held_out[batch] = float(np.abs(np.polyval(line, read) / seconds - 1).mean())
     extras, errors, counts = {}, {}, [f"{len(dense)} dense"]
     for name in METHODS:
-        sparse = [(row, method) for row, method in _rows_of(name, steps) if _on_gpu(method)]
+        sparse = [(row, method) for row, method in _rows_of(name, steps) if on_gpu(method)]
         if sparse:
             extras[name], errors[name] = _extra(sparse, slope, fixed)
             counts.append(f"{len(sparse)} {name}")
@@ -203,7 +212,7 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
     return Fit(Bill(float(1 / slope), float(fixed), extras, source), r2, held_out, errors)
 
 
-def _on_gpu(method: Sparse) -> bool:
+def on_gpu(method: object) -> bool:
     """Whether a method keeps keys and values on the GPU, whose memory the bill is of."""
     return getattr(method, "kv", "gpu") == "gpu"
 
@@ -291,9 +300,10 @@ def shape_of(model: str) -> Shape:
     if not config.tie_word_embeddings:  # of an embedding table a step reads one row
         count -= network.get_input_embeddings().weight.numel()
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    _, heads_kv, dim = config_heads(config)
+    heads, heads_kv, dim = config_heads(config)
     full, shared = _kept_otherwise(network, types)
-    return Shape(full, heads_kv, dim, 2 * count, positions=positions(config), shared=shared)
+    many = {"positions": positions(config), "shared": shared, "heads": heads}
+    return Shape(full, heads_kv, dim, 2 * count, **many)
 
 
 def _kept_otherwise(network: torch.nn.Module, types: Sequence[str]) -> tuple[int, int]:
@@ -314,38 +324,6 @@ def _kept_otherwise(network: torch.nn.Module, types: Sequence[str]) -> tuple[int
     return full, beside + sum(map(picked_entries.numbers_a_token, entries))
 
 
-def check_served(shape: Shape, policy: Sparse) -> None:
-    """Raise ArgumentError where no layer of the model is one that a method of the bill serves."""
-    if not shape.layers:
-        raise ArgumentError(
-            f"plan: {policy.name} serves no layer of this model, whose cache keeps latents: "
-            f"{shape.cached(1):,.0f} bytes a token, of all layers and for all heads together"
-        )
-
-
-def read_options(contexts: Sequence[int], batch: int, policy: str) -> Sparse:
-    """The method that the command's options name; for auto, what it takes on a GPU with room for
-    its cache. Raises ArgumentError for numbers below 1 and a method that the bill does not know, or
-    PolicyError for the policy's text."""
-    from attnplug.policies import parse
-
-    if min(contexts) < 1:
-        raise ArgumentError(f"plan: context is {min(contexts)}, needs at least 1")
-    if batch < 1:
-        raise ArgumentError(f"plan: batch is {batch}, needs at least 1")
-    method = parse(policy).decode
-    if isinstance(method, Auto):
-        method = CANDIDATES[method.quality]["decode"][0].method
-    if not isinstance(method, Gather | Gvr | Sketch):
-        raise ArgumentError(
-            f"plan: {policy!r} decodes by {method.name}; the bill compares dense with "
-            f"{', '.join(METHODS[:-1])} or {METHODS[-1]}"
-        )
-    if not _on_gpu(method):
-        raise ArgumentError(f"plan: {policy!r} reads the host's memory; this bill knows the GPU's")
-    return method
-
-
 def summary(fitted: Fit) -> str:
     """The bill in a sentence, and how far it is to be trusted."""
     bill = fitted.bill
@@ -361,81 +339,3 @@ def summary(fitted: Fit) -> str:
     for batch, error in fitted.held_out.items():
         text += f"; batch {batch} left out: {error:.1%} off"
     return text
-
-
-def notes(shape: Shape, bill: Bill, policy: Sparse, batch: int) -> str:
-    """From where on it pays, and what the bill leaves out."""
-    crossover = bill.crossover(shape, batch, policy)
-    pays = "does not pay at any length up to 16M tokens"
-    if crossover is not None:
-        pays = f"pays from {crossover:,} tokens on"
-    least = policy.row_crossover(torch.device("cuda")).least(batch)
-    reads = ""
-    if shape.positions is not None:
-        never = f": {policy.name} never serves it" if least > shape.positions else ""
-        reads = f" The model reads {shape.positions:,} tokens{never}; longer contexts are left out."
-    if shape.gpus > 1:
-        reads += (
-            f" Each of {shape.gpus} GPUs reads its heads and its part of the weights; what they "
-            "take to sum is counted as part of a step beside reading."
-        )
-    return (
-        f"By bytes {policy} {pays}. attnplug runs dense in caches below "
-        f"{least:,} tokens.{reads} Bill of: {bill.source}."
-    )
-
-
-def steps(
-    shape: Shape, bill: Bill, policy: Sparse, batch: int, contexts: Iterable[int]
-) -> list[dict[str, float]]:
-    """A step of each context that the model reads: `tokens`, milliseconds `dense_ms` and
-    `METHOD_ms`, `speedup`, and `METHOD_tokens_per_s` of the whole batch."""
-    found = []
-    for tokens in filter(shape.reads, contexts):
-        dense, sparse = bill.dense(shape, tokens, batch), bill.sparse(shape, tokens, batch, policy)
-        found.append(
-            {
-                "tokens": tokens,
-                "dense_ms": dense * 1e3,
-                f"{policy.name}_ms": sparse * 1e3,
-                "speedup": dense / sparse,
-                f"{policy.name}_tokens_per_s": batch / sparse,
-            }
-        )
-    return found
-
-
-def facts(
-    shape: Shape, bill: Bill, policy: Sparse, batch: int, contexts: Iterable[int]
-) -> dict[str, Any]:
-    """What `table` and `notes` tell, for a program. `pays_from` is the crossover by bytes, and
-    `serves_from` the length below which attnplug runs dense; lengths in tokens, None where the
-    method pays at none, and `positions` None where only the model's shape is known."""
-    return {
-        "policy": str(policy),
-        "batch": batch,
-        "gpus": shape.gpus,
-        "positions": shape.positions,
-        "pays_from": bill.crossover(shape, batch, policy),
-        "serves_from": policy.row_crossover(torch.device("cuda")).least(batch),
-        "bill": bill.source,
-        "steps": steps(shape, bill, policy, batch, contexts),
-    }
-
-
-def table(shape: Shape, bill: Bill, policy: Sparse, batch: int, contexts: Iterable[int]) -> Table:
-    """Milliseconds a step and the speed-up, for each context that the model reads."""
-    on = f", each of {shape.gpus} GPUs" if shape.gpus > 1 else ""
-    printed = Table(title=f"{policy}, batch {batch}{on}")
-    name = policy.name
-    for title in ("tokens", "dense ms", f"{name} ms", "speed-up", f"{name} tokens/s"):
-        printed.add_column(title, justify="right")
-    for step in steps(shape, bill, policy, batch, contexts):
-        printed.add_row(
-            f"{step['tokens']:,}",
-            f"{step['dense_ms']:.2f}",
-            f"{step[f'{name}_ms']:.2f}",
-            f"{step['speedup']:.2f}",
-            f"{step[f'{name}_tokens_per_s']:,.0f}",
-        )
-    return printed

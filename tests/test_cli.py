@@ -116,10 +116,7 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("report", "m", "--policy", "momo(gama=1)"), "min_tokens. Did you mean gamma?"),
         (("bench", "--quick", "--device", "cpu", "--lengths", "64"), "lengths is 64, needs at le"),
         (("plan", "qwen2.5-7b", "--batch", "0"), "batch is 0, needs at least 1"),
-        (
-            ("plan", "qwen2.5-7b", "--policy", "momo"),
-            "'momo' decodes by dense; the bill compares dense",
-        ),
+        (("plan", "qwen2.5-7b", "--accepted", "2"), "accepted is 2.0, needs 0 to 1"),
         (("plan", "no/such-model"), "'no/such-model' is none of qwen2.5-7b, llama-3.1-8b and has"),
         (("plan", "qwen2.5-7b", "--rows", "none.json"), "none.json cannot be read as benchmark"),
         (("trace", "m", "--prompt", "a b", "--policy", "moo"), "there is no method 'moo'"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from PIL import Image
 from ranks import needs_gloo, run_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -307,6 +308,23 @@ def test_the_log_is_dated_and_newest_first(page):
     assert dates == sorted(dates, reverse=True)
     assert all("](" in note for note in re.findall(r"\*\*Superseded\*\* \((.*)", text))
     assert f"({page.name})" in (page.parent / "index.md").read_text()
+
+
+def test_pictures_of_dark_pages_are_not_turned_over_in_dark_mode():
+    """site.css turns over what is drawn on white."""
+    pictures = {p.stem: Image.open(p).convert("L") for p in (DOCS / "img").glob("*.png")}
+    dark = {name for name, picture in pictures.items() if picture.getpixel((3, 3)) < 128}
+    rule = re.search(r"\):not\((.*)\) \{\n  filter: invert", (DOCS / "css/site.css").read_text())
+    assert rule and set(re.findall(r'\[src\*="([\w-]+)"\]', rule[1])) == dark
+
+
+def test_the_search_finds_pages_of_today_and_not_the_log():
+    """Headings of the log are whole sentences, which would stand before the page that answers."""
+    left_out = {
+        p for p in PAGES if p.read_text().startswith("---\nsearch:\n  exclude: true\n---\n")
+    }
+    assert left_out == {*(DOCS / "log").glob("[!i]*.md"), named("results.md")}
+    assert "search" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=name_of)

@@ -10,6 +10,7 @@ import attnplug
 from attnplug import plan, plan_map
 from attnplug.cli import app
 from attnplug.models.layers import positions
+from attnplug.plan_answer import Asked, notes
 from attnplug.testing import tiny_model
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -86,7 +87,7 @@ def test_plan_prints_no_speedup_behind_what_the_model_reads(tmp_path):
     words = " ".join(result.output.split())
     assert "The model reads 32,768 tokens: gather never serves it" in words
     shape = plan.shape_of(str(tmp_path))
-    assert "never" not in plan.notes(shape, plan.H200, attnplug.Gather(min_tokens=32768), 1)
+    assert "never" not in notes(Asked(shape, plan.H200, attnplug.Gather(min_tokens=32768)))
     gains = plan_map.gains(shape, plan.H200, attnplug.Gather(min_tokens=0))
     last = plan.CONTEXTS.index(32768)
     assert (gains[:, : last + 1] > 0).all() and (gains[:, last + 1 :] != gains[:, last + 1 :]).all()

@@ -47,6 +47,13 @@ def test_every_link_of_the_readme_leads_from_pypi_to_the_release(readme):
     assert inner > 20
 
 
+def test_a_clone_is_imported_from_the_folder_above_it_too():
+    """Without this line setuptools installs a clone by a finder, which Python asks last, behind the
+    clone's folder: that has the package's name, and no `__init__.py`."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert tools["package-dir"] == {"": "."}
+
+
 def test_the_links_beside_a_release_lead_into_the_repository():
     for name, address in PROJECT["urls"].items():
         assert address == ADDRESS or address.startswith(f"{ADDRESS}/"), name

@@ -221,7 +221,7 @@ def plan(
     ] = CONTEXTS,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
     policy: Annotated[
-        str, typer.Option(help='auto, or a policy with gather, gvr or sketch: "gather(k=8)".')
+        str, typer.Option(help='auto or any policy: "gather(k=8)", certified, "momo+exact".')
     ] = "gather",
     gpus: Annotated[int, typer.Option(help="GPUs that share the model by its heads.")] = 1,
     rows: Annotated[
@@ -231,35 +231,39 @@ def plan(
     image: Annotated[
         Path | None, typer.Option(help="Where to save a map over contexts and batches.")
     ] = None,
+    accepted: Annotated[
+        float, typer.Option(help="For exact: the chance with which dense accepts a draft.")
+    ] = 0.906,
     as_json: Json = False,
 ) -> None:
-    """What decode would cost, dense and with a sparse method, and from which length that pays.
+    """What decode would cost in time and memory, dense and with a policy, and where that pays.
 
     Reads no weights and runs nothing: a bill of bytes, fitted to measured steps of a machine."""
     with clear_errors():
         from attnplug import plan as module
+        from attnplug import plan_answer
         from attnplug.extras import require
         from attnplug.plan_map import draw_map
 
         if image is not None:
             require("plot", "plan --image")
             check_place("image", image, image=True)
-        method = module.read_options(context, batch, policy)
+        named = plan_answer.read_options(context, batch, policy, accepted)
         shape, bill = module.shape_of(model).of_rank(gpus), module.H200
-        module.check_served(shape, method)
         said = console(stderr=as_json)
         if rows:
             fitted = module.fit(module.read_rows(rows))
             bill = fitted.bill
             said.print(module.summary(fitted))
+        asked = plan_answer.plan_for(shape, bill, named, batch, accepted)
+        drawn = None if image is None else plan_answer.mapped(asked.method)
         if as_json:
-            print_json({"model": model} | module.facts(shape, bill, method, batch, context))
+            print_json({"model": model} | plan_answer.facts(asked, context))
         else:
-            said.print(module.table(shape, bill, method, batch, context))
-            said.print(module.notes(shape, bill, method, batch))
-        if image is not None:
+            said.print(*plan_answer.tables(asked, context), plan_answer.notes(asked), sep="\n")
+        if image is not None and drawn is not None:
             files.make_folder(image.parent)
-            draw_map(shape, bill, method, image)
+            draw_map(shape, bill, drawn, image)
             said.print(f"map: {image}")
 
 

@@ -14,12 +14,13 @@ from test_indexed import TOLERANCE, ids_of, new_tokens
 from transformers import DynamicCache, StaticCache
 
 import attnplug
-from attnplug import Gather, plan
+from attnplug import plan
 from attnplug.errors import ArgumentError
 from attnplug.models.cache import PlugLayer
 from attnplug.models.latents import why_not_latents
 from attnplug.models.layers import find_attention_layers
 from attnplug.models.names import CACHE, LATENT_NAME
+from attnplug.plan_answer import plan_for, read_options
 
 MADE = models()
 pytestmark = pytest.mark.skipif(not MADE, reason="this transformers keeps no latents")
@@ -366,7 +367,7 @@ def test_a_config_of_latents_gives_their_bytes(tmp_path, kind, numbers):
     assert (shape.layers, shape.cached(10)) == (0, 2 * 10 * numbers)
     assert shape.of_rank(3).cached(10) == shape.cached(10)
     with pytest.raises(ArgumentError, match=f"keeps latents: {2 * numbers} bytes a token"):
-        plan.check_served(shape, Gather())
+        plan_for(shape, plan.H200, read_options([1], 1, "gather"))
 
 
 def test_a_config_of_picked_blocks_gives_their_bytes(tmp_path):
