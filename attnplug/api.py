@@ -47,6 +47,7 @@ from attnplug.models.layers import (
     find_attention_layers,
     has_own_slot,
     positions,
+    slot_filled_twice,
     takes_cache,
     unwrap,
 )
@@ -222,6 +223,11 @@ def report(model: torch.nn.Module) -> Report:
                 f"{layer.name} was switched to attention {now!r} after apply, which bypasses the "
                 "policy; call attnplug.remove(model) and apply again"
             )
+    twice = slot_filled_twice(target) if hooked else ""
+    if twice:
+        raise UnsupportedModelError(
+            f"{twice} since apply; call attnplug.remove(model) and apply again"
+        )
     found = replace(ledger.report, last=last_calls(last_served(target)))
     why, fused, steps, kernels = last_call(target)
     if not (why or fused or steps or kernels):

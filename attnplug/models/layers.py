@@ -99,6 +99,9 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             f"{asking} computes otherwise where the config's attention is not called sdpa or eager"
         )
         found = [replace(layer, reason=layer.reason or why) for layer in found]
+    twice = slot_filled_twice(model)
+    if twice:
+        found = [replace(layer, reason=layer.reason or twice) for layer in found]
     return sorted(found, key=lambda layer: layer.index)
 
 
@@ -296,6 +299,25 @@ def has_own_slot(module: torch.nn.Module) -> bool:
     its keys."""
     parameters = inspect.signature(type(module).forward).parameters.keys()
     return _index(module) >= 0 and parameters.isdisjoint(SLOT_ARGUMENTS)
+
+
+def slot_filled_twice(model: torch.nn.Module) -> str:
+    """Which two layers of a list fill one layer of the cache, in a sentence, or "": one module that
+    stands in two places, or a copy that kept its `layer_idx`. Such a model computes as it was meant
+    to without a cache alone; with one, the second layer reads the first one's keys, too, at places
+    that follow from how a cache grows."""
+    places: dict[tuple[str, int], str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not (is_attention(module) and has_own_slot(module)):
+            continue
+        parts = name.split(".")
+        last = max((i for i, part in enumerate(parts) if part.isdigit()), default=None)
+        if last is not None:
+            parts[last] = "*"
+        first = places.setdefault((".".join(parts), _index(module)), name)
+        if first != name:
+            return f"{first} and {name} fill one layer of the cache"
+    return ""
 
 
 def _reason(

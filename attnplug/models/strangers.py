@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.autocast import autocast_dtype
 from attnplug.models.hf import binding_of
-from attnplug.models.layers import AttentionLayer, is_attention
+from attnplug.models.layers import AttentionLayer, is_attention, slot_filled_twice
 from attnplug.models.refusals import refuse_float64
 from attnplug.models.walk import all_modules
 
@@ -19,8 +19,9 @@ Children = dict[str, nn.Module | None]  # of a module, by name
 
 
 def refuse_strangers(model: nn.Module) -> None:
-    """Raise UnsupportedCallError where an attention layer has come to the model since `apply`. Its
-    own attention would get masks and caches that are made for attnplug's."""
+    """Raise UnsupportedCallError where an attention layer has come to the model since `apply`, or
+    stands in another place, too. Its own attention would get masks and caches that are made for
+    attnplug's, or fill another's part of a cache again."""
     for module in all_modules(model):
         if "layer_idx" not in vars(module):  # most, of which the rest would take a call's time
             continue
@@ -30,6 +31,11 @@ def refuse_strangers(model: nn.Module) -> None:
                 f"{name} was put there after apply, unknown to the policy. Call "
                 "attnplug.remove(model) and apply again."
             )
+    twice = slot_filled_twice(model)
+    if twice:
+        raise UnsupportedCallError(
+            f"{twice} since apply. Call attnplug.remove(model) and apply again."
+        )
 
 
 @dataclass

@@ -298,3 +298,41 @@ def test_layers_that_are_compiled_alone_take_a_prompt_and_its_steps(family, plac
     assert tokens_of(model) == wanted
     found = steps_of(model, ids, **{CACHE: attnplug.make_cache(model, 4 * TOKENS)})
     assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+def stand_twice(model):
+    model.model.layers[2] = model.model.layers[0]
+
+
+def copy_with_its_index(model):
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+
+
+def share_an_attention(model):
+    model.model.layers[2].self_attn = model.model.layers[0].self_attn
+
+
+@pytest.mark.parametrize("change", [stand_twice, copy_with_its_index, share_an_attention])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_layers_that_fill_one_layer_of_the_cache_are_the_models_own(change, use_cache, device):
+    stock, model, late = (model_of(device) for _ in range(3))
+    change(stock)
+    change(model)
+    attnplug.apply(model, GATHER)
+    assert "fill one layer of the cache" in str(attnplug.report(model))
+    ids = torch.arange(3, 23, device=device)[None]
+    with torch.no_grad():
+        found, wanted = (x(ids, use_cache=use_cache).logits for x in (model, stock))
+    assert torch.equal(found, wanted)
+    assert tokens_of(model) == tokens_of(stock)
+    attnplug.apply(late, GATHER)
+    tokens_of(late)
+    change(late)
+    with torch.no_grad(), pytest.raises(UnsupportedCallError, match=AGAIN):
+        late(ids, use_cache=use_cache)
+    with pytest.raises(UnsupportedCallError, match=AGAIN):
+        tokens_of(late)
+    with pytest.raises(UnsupportedModelError, match=AGAIN):
+        attnplug.report(late)
+    attnplug.remove(late)
+    assert tokens_of(late) == tokens_of(stock)

@@ -406,6 +406,8 @@ def test_requests_alone_are_biased_and_what_a_policy_refuses_is_told(tmp_path, c
         asked = dict(generation_config=config, messages=long, max_tokens=None)
         status, answer = server.chat(str(checkpoint), **asked)
         assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 1024
+        server.end(signal.SIGINT)
+        assert server.process.returncode == 0 and "still running" not in server.log.read_text()
 
 
 def attempt(server: Server, asked: dict) -> str:

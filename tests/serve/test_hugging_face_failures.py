@@ -2,8 +2,11 @@
 OpenAI's form, also in a stream that has begun."""
 
 import asyncio
+import concurrent.futures
 import json
 import random
+import signal
+import time
 import types
 
 import pytest
@@ -16,7 +19,7 @@ if not is_serve_available():
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from test_hugging_face import HELLO, checkpoint, counted, served  # noqa: F401
+from test_hugging_face import HELLO, attempt, checkpoint, counted, served  # noqa: F401
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -230,3 +233,19 @@ def test_what_is_the_requests_fault_is_no_internal_error(
             assert status == 200 and "no token to choose" in last["error"]["message"]
     finally:
         template.write_text(before)
+
+
+@pytest.mark.slow
+def test_a_second_signal_waits_for_no_step(tmp_path, checkpoint):  # noqa: F811
+    """Uvicorn asks for a second Ctrl-C, and waits for a client whose prompt takes its time."""
+    flags = ["--policy", "dense", "--no-continuous-batching"]
+    with served(tmp_path, str(checkpoint), *flags) as server:
+        long = [dict(role="user", content="x" * 60_000)]
+        with concurrent.futures.ThreadPoolExecutor() as clients:
+            asked = clients.submit(attempt, server, dict(messages=long))
+            time.sleep(4)
+            assert not asked.done()
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            assert server.end(signal.SIGINT) < 1
+        assert server.process.returncode == -signal.SIGINT

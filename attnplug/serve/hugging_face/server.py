@@ -34,6 +34,7 @@ from attnplug.serve.hugging_face.requests import (
 )
 
 NEW_TOKENS = 1024  # where a request does not say how many, as transformers' server has it
+ENDING = signal.SIGINT, signal.SIGTERM
 GRACE = 3.0  # seconds that each part of the server has for its end
 # Routes of transformers' server that load, drop and list models, of which this server has one, and
 # routes that answer with something else than text.
@@ -92,7 +93,8 @@ def run(model: str, policy: PolicyLike, options: Options | None = None) -> None:
     hub id. Raises UnsupportedCallError where packages of the server are missing, ArgumentError
     where it cannot listen, and what `apply` raises for the model.
 
-    Where a step of the model still runs after the grace, the process ends without it.
+    Where a step of the model still runs after the grace, or another signal comes before, the
+    process ends without it.
     """
     options = options or Options()
     if not (is_serve_available() and importlib.util.find_spec("prometheus_client")):
@@ -103,14 +105,24 @@ def run(model: str, policy: PolicyLike, options: Options | None = None) -> None:
 
     source = str(fetch(model)) if model in WEIGHTS else model
     names = list(dict.fromkeys(filter(None, (options.served_model_name, model))))
+
+    class Loaded(Serve):
+        """Begins when it is told to, and not with an interrupt in its thread's first moments."""
+
+        def start_server(self) -> None:
+            pass
+
     with _own_app(names, source, policy, Random(options.default_seed)):
-        serve = Serve(force_model=source, non_blocking=True, **options.given())
-    _wait(serve, names, options)
-    if not _stop(serve):
-        print("attnplug serve: a step was still running; it was not waited for", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # a thread of the model's would hold the process for as long as it likes
+        serve = Loaded(force_model=source, non_blocking=True, **options.given())
+    with _heeding_signals() as told:
+        Serve.start_server(serve)
+        _wait(serve, told, names, options)
+        if not _stop(serve):
+            text = "attnplug serve: a step was still running; it was not waited for"
+            print(text, file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # a thread of the model's would hold the process for as long as it likes
 
 
 @contextlib.contextmanager
@@ -289,27 +301,38 @@ def _add_routes(app: Any, names: list[str], metrics: Any) -> None:
         return response
 
 
-def _wait(serve: Any, names: list[str], options: Options) -> None:
-    """Return when a signal asks for the end. Raises ArgumentError where the server cannot begin."""
+@contextlib.contextmanager
+def _heeding_signals() -> Iterator[threading.Event]:
+    """Within it a signal that asks for the end sets the event. Another ends the process at once: an
+    exception would leave it to wait for its threads, one of which may be in a long step."""
     told = threading.Event()
-    before = {
-        each: signal.signal(each, lambda *_: told.set()) for each in (signal.SIGINT, signal.SIGTERM)
-    }
+
+    def heed(*_: object) -> None:
+        told.set()
+        for each in ENDING:
+            signal.signal(each, signal.SIG_DFL)
+
+    before = {each: signal.signal(each, heed) for each in ENDING}
     try:
-        while not serve.server.started and serve._thread.is_alive() and not told.wait(0.05):
-            pass
-        if serve.server.started:
-            where = f"http://{options.host}:{options.port}"
-            print(f"{' and '.join(names)} at {where}/v1; {where}/metrics counts", flush=True)
-        elif not told.is_set():
-            raise ArgumentError(
-                f"serve: nothing can listen on {options.host}, port {options.port}; see above"
-            )
-        while serve._thread.is_alive() and not told.wait(0.2):
-            pass
+        yield told
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def _wait(serve: Any, told: threading.Event, names: list[str], options: Options) -> None:
+    """Return when a signal asks for the end. Raises ArgumentError where the server cannot begin."""
+    while not serve.server.started and serve._thread.is_alive() and not told.wait(0.05):
+        pass
+    if serve.server.started:
+        where = f"http://{options.host}:{options.port}"
+        print(f"{' and '.join(names)} at {where}/v1; {where}/metrics counts", flush=True)
+    elif not told.is_set():
+        raise ArgumentError(
+            f"serve: nothing can listen on {options.host}, port {options.port}; see above"
+        )
+    while serve._thread.is_alive() and not told.wait(0.2):
+        pass
 
 
 def _stop(serve: Any) -> bool:
@@ -322,6 +345,7 @@ def _stop(serve: Any) -> bool:
     serve._thread.join(GRACE)
     serve.server.force_exit = True  # an answer that is still being made is given up
     serve._thread.join(GRACE)
-    busy = serve._thread.is_alive() or (manager is not None and manager.is_running())
+    singly = serve._generation_state._generate_managers.values()
     # Without batches generate runs on a daemon thread, which nothing can stop in mid-step.
-    return not busy and not serve._generation_state._generate_managers
+    busy = serve._thread.is_alive() or any(each.is_at_work for each in singly)
+    return not busy and not (manager is not None and manager.is_running())

@@ -100,10 +100,23 @@ class Singly(GenerateManager):
         return await until_gone(answer)
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().submit(_seeded(fn), *args, **kwargs)
+        return super().submit(self._seeded(fn), *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().async_submit(_seeded(fn), *args, **kwargs)
+        return super().async_submit(self._seeded(fn), *args, **kwargs)
+
+    def _seeded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        seed = SEEDED.get()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.is_at_work = True
+            try:
+                torch.manual_seed(seed)
+                return fn(*args, **kwargs)
+            finally:
+                self.is_at_work = False
+
+        return run
 
 
 def _checked(inputs: Any, config: Any) -> dict[str, Any]:
@@ -121,13 +134,3 @@ def _seeding(config: Any) -> Iterator[None]:
         yield
     finally:
         SEEDED.reset(token)
-
-
-def _seeded(fn: Callable[..., Any]) -> Callable[..., Any]:
-    seed = SEEDED.get()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        torch.manual_seed(seed)
-        return fn(*args, **kwargs)
-
-    return run
