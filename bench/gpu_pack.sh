@@ -15,5 +15,5 @@ for model in smollm2-135m gemma3-270m; do
 done
 mkdir -p "${WORK:?name a scratch folder in WORK}" .peers
 bash bench/vllm_pack.sh
-cp "$WORK/packed/_vllm_fa3_C.xz" .peers/_vllm_fa3_C.abi3.so.xz
+cp "$WORK/0.20.2/packed/vllm+vllm_flash_attn+_vllm_fa3_C.abi3.xz" .peers/_vllm_fa3_C.abi3.so.xz
 du -sh .whl .peers .carry/*

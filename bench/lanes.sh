@@ -6,8 +6,8 @@
 #   bash bench/lanes.sh 540 0,1 'torchrun --nproc-per-node 2 bench/tensor_parallel.py' \
 #     2 'bash bench/gpu_suite.sh tests/models' 3 'python3 -m pytest bench/test_steps.py'
 #
-# What the call carried is put in place first (gpu_join.sh, and vllm_setup.sh where pieces of vLLM
-# came). A job sees its GPUs as 0, 1, ...; its $OUT is a folder of its own, and rows that benches
+# What the call carried is put in place first (gpu_join.sh, and the setup scripts of
+# torch, vLLM and SGLang where pieces of them came). A job sees its GPUs as 0, 1, ...; its $OUT is a folder of its own, and rows that benches
 # measure go to rows.jsonl there. SECONDS end every job, by an interrupt and a kill 10 s later. $OUT gets
 # lanes.tgz with the folders, whose `log` is what a job said, and the last lines are printed. GPUS -
 # is a job without a GPU. Exits with 1 unless all jobs did with 0.
@@ -18,9 +18,12 @@ shift
 # shellcheck source=bench/gpu_join.sh
 source bench/gpu_join.sh
 export ATTNPLUG_JOINED=1
-if compgen -G ".carry/vllm-*" >/dev/null; then
-  (source bench/vllm_setup.sh) || true # says how many pieces are missing
-fi
+for brought in torch vllm sglang; do
+  if compgen -G ".carry/$brought-[0-9]*" >/dev/null; then
+    # shellcheck disable=SC1090
+    (source "bench/${brought}_setup.sh") || true # says how many pieces are missing
+  fi
+done
 export PYTHONPATH="$PWD:$PWD/bench:$PYTHONPATH" PYTHONUNBUFFERED=1
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 cores=$(($(nproc) / (gpus > 0 ? gpus : 1)))
