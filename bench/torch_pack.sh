@@ -16,8 +16,10 @@ source "$here/bench/pack.sh"
 fetch tree torch==2.14.1 triton==3.8.0
 mkdir -p packed stubs
 compress tree torch/lib/libtorch_cuda torch/lib/libtorch_cuda_linalg
+strip --strip-unneeded tree/triton/_C/libtriton.so tree/torch/lib/libtorch_{cpu,python}.so
 pack_tree tree --exclude=libtorch_cuda.so --exclude=libtorch_cuda_linalg.so --exclude=torch/include \
-  --exclude=torch/test
+  --exclude=torch/test --exclude='*.a' --exclude=libproton.so --exclude=libnvperf_host.so \
+  --exclude=ptxas-blackwell
 # What torch 2.14's libraries name and NCCL 2.28 has not; 5 is ncclInvalidUsage.
 for name in ncclCommGetUniqueId ncclCommGrow ncclCommMemStats ncclCommResume ncclCommSuspend \
   ncclGetLsaMultimemDevicePointer ncclGetPeerDevicePointer ncclPutSignal ncclSignal ncclWaitSignal \
