@@ -19,6 +19,7 @@ import argparse
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from attnplug.models import pace, round_steps
 from attnplug.models.decode_loop import Decoding
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
+from attnplug.policies import parse
 
 # Tokens of a call's own prompt, and of a short and a long answer; on a GPU, where the difference of
 # 70 tokens scattered by a fifth, of a longer one.
@@ -113,7 +115,8 @@ def main() -> None:
     model = built(SMALL if asked.small else CONFIG, device)
     about = {"case": "exact"} | provenance()
     for tokens in lengths:
-        policies = [("dense", None), (f"{asked.draft}(min_tokens=0)", None)]
+        alone = replace(parse(asked.draft).decode, min_tokens=0)  # also where dense would serve
+        policies: list[tuple[str, int | float | None]] = [("dense", None), (str(alone), None)]
         more = "" if asked.own else ", min_tokens=0"
         for m, count in zip(ms, accepted, strict=True):
             policies.append((f"exact(draft={asked.draft!r}, m={m!r}{more})", count))
