@@ -156,8 +156,7 @@ class Momo(DenseBelow):
         plain = all(type(value) in LITERALS for value in vars(self).values())
         object.__setattr__(self, "_text", str(self) if known and plain else None)
         near, far = self._blocks(0), self._blocks(NEAR)
-        pays = {kind: pays_from(kind, near, far, self.block, NEAR) for kind in KINDS}
-        least = {kind: max(self.least_tokens, tokens) for kind, tokens in pays.items()}
+        least = {x: max(self.least_tokens, pays_from(x, near, far, self.block, NEAR)) for x in KINDS}
         object.__setattr__(self, "_least", least)  # each layer asks for it in each call
 
     def measured_crossover(self, kind: str) -> int:
