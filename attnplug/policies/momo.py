@@ -155,8 +155,8 @@ class Momo(DenseBelow):
         known = vars(type(self)).get("rows_as_momo", False)
         plain = all(type(value) in LITERALS for value in vars(self).values())
         object.__setattr__(self, "_text", str(self) if known and plain else None)
-        near, far = self._blocks(0), self._blocks(NEAR)
-        least = {x: max(self.least_tokens, pays_from(x, near, far, self.block, NEAR)) for x in KINDS}
+        spans = self._blocks(0), self._blocks(NEAR), self.block, NEAR
+        least = {kind: max(self.least_tokens, pays_from(kind, *spans)) for kind in KINDS}
         object.__setattr__(self, "_least", least)  # each layer asks for it in each call
 
     def measured_crossover(self, kind: str) -> int:
