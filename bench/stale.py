@@ -46,6 +46,7 @@ NAMED_ELSEWHERE = {
     "trace_view": "attnplug/trace/view.py",
     "random_blocks": "attnplug/eval/control.py",
     "stock": None,  # transformers alone
+    "snapkv": f"{OPS}/gvr/gather_tokens_attention.py",  # of the docs' example: what its steps call
     # of the literature, in bench/frontier.py
     **dict.fromkeys(
         ("quest", "quest-mean", "double-sparsity", "loki", "exact-scores"), "bench/_selectors.py"
