@@ -240,8 +240,8 @@ def not_predicted(asked: Asked) -> list[str]:
     elif isinstance(method, Exact):
         found.append(
             "How often dense accepts a draft is not predicted, because it depends on the model and "
-            f"the text: times are those of a token if it accepts each with the chance "
-            f"{asked.accepted:g} (--accepted), and `attnplug.report` counts it after a call."
+            "the text. The table has the time of a token where dense accepts each draft with the "
+            f"chance {asked.accepted:g} (--accepted); `attnplug.report` counts it after a call."
         )
     elif not isinstance(method, Dense | Gather | Gvr | Sketch):
         found.append(
@@ -291,8 +291,8 @@ def notes(asked: Asked) -> str:
         )
     if shape.gpus > 1:
         told.append(
-            f"Each of {shape.gpus} GPUs reads its heads and its part of the weights, and bytes are "
-            "those of one; what they take to sum is counted as part of a step beside reading."
+            f"Each of {shape.gpus} GPUs reads its heads and its part of the weights. Bytes are "
+            "told for one GPU; the time in which GPUs add up their parts is counted beside reading."
         )
     told += not_predicted(asked)
     return "\n".join([*filter(None, told), f"Bill of: {asked.bill.source}."])

@@ -1,7 +1,7 @@
 """What a method's cache takes of memory, on the GPU and on the host, and what a step reads of it.
 
-The bytes are those of the cache layer that the method makes, which is made without memory here (on
-the device "meta"), so that no second account of a cache's form has to be kept.
+The bytes are counted on the cache layer that the method itself makes, on the device "meta", where
+tensors have no memory. So no second account of a cache's form has to be kept.
 """
 
 import dataclasses

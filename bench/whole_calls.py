@@ -98,8 +98,8 @@ def built(config: Qwen2Config, device: str) -> Any:
 def beside(first: Any, policies: list[str], asked: argparse.Namespace, about: dict) -> None:
     """A model with each policy, all of the same weights, and their calls in turn. Half way through
     a cell each policy moves on to the next model, as two models differ by where their weights lie,
-    and each round begins with another policy. `of_first` is the median of the calls' times in parts
-    of those of the first policy in the same round."""
+    and each round begins with another policy. `of_first` is the median over the rounds of a call's
+    time divided by the first policy's."""
     import attnplug
 
     models = [first, *(copy.deepcopy(first) for _ in policies[1:])]  # steps fuse their weights
@@ -115,9 +115,8 @@ def beside(first: Any, policies: list[str], asked: argparse.Namespace, about: di
                 if policy != "stock":
                     attnplug.apply(model, policy)
                 firsts.setdefault(policy, calls[policy](tokens, new))
-                calls[policy](tokens, new)  # what a model does once is done
             for number in range(turn, rounds, 2):
-                begin = number % len(policies)
+                begin = number // 2 % len(policies)  # alike in both halves
                 for policy in (*policies[begin:], *policies[:begin]):
                     times[policy].append(calls[policy](tokens, new))
             for policy, call in calls.items():

@@ -15,7 +15,8 @@ from transformers.cache_utils import StaticLayer
 from attnplug.models.sync import may_read
 
 Versions = tuple[int, ...]
-Serves = Callable[[int, int, torch.device], bool]  # caches of so many rows and slots on a device
+# Whether a method reads a cache of so many rows and slots on a device itself.
+Serves = Callable[[int, int, torch.device], bool]
 
 
 def _always(rows: int, slots: int, device: torch.device) -> bool:
