@@ -3,6 +3,8 @@
 # its Python, libraries with machine code for an H200 alone, and pieces that a call can carry beside the
 # repository. They run in a scratch folder, and `here` is the repository.
 PIECE=$((40 << 20))
+# shellcheck disable=SC2034
+HEADERS=(--exclude='*.h' --exclude='*.hpp' --exclude='*.cuh') # for pack_tree, where nothing compiles with them
 
 fetch() { # folder, packages: wheels for the machine's Python, unpacked
   local folder="$1"
@@ -28,11 +30,11 @@ compress() { # folder, libraries in it without their ".so": to packed/, pruned
   done
 }
 
-pack_tree() { # folder, options of tar: to packed/, without headers
+pack_tree() { # folder, options of tar: to packed/
   local folder="$1"
   shift
   [ -f "packed/$folder.tar.xz" ] && return
-  tar -C "$folder" -c "$@" --exclude='*.h' --exclude='*.hpp' --exclude='*.cuh' --exclude=__pycache__ . |
+  tar -C "$folder" -c "$@" --exclude=__pycache__ . |
     nice xz -6 -T1 -c >"packed/$folder.part"
   mv "packed/$folder.part" "packed/$folder.tar.xz"
 }

@@ -21,7 +21,7 @@ fetch site transformers==5.19.0 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.
   interegular llguidance torchvision==0.29.1
 mkdir -p packed
 compress tree sgl_kernel/flash_ops.abi3 sgl_kernel/sm90/common_ops.abi3
-pack_tree tree --exclude=flash_ops.abi3.so --exclude=common_ops.abi3.so --exclude='infllm_ops*' \
+pack_tree tree "${HEADERS[@]}" --exclude=flash_ops.abi3.so --exclude=common_ops.abi3.so --exclude='infllm_ops*' \
   --exclude='flashmla_ops*' --exclude=sglang/multimodal_gen
-pack_tree site --exclude=tests
+pack_tree site "${HEADERS[@]}" --exclude=tests
 cut_pieces sglang

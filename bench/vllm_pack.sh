@@ -33,12 +33,12 @@ mkdir -p packed
 for library in _C _C_stable_libtorch vllm_flash_attn/_vllm_fa3_C; do
   [ ! -f "tree/vllm/$library.abi3.so" ] || compress tree "vllm/$library.abi3"
 done
-pack_tree tree --exclude='*.so' --exclude=vllm-rs --exclude=vllm/third_party/deep_gemm \
+pack_tree tree "${HEADERS[@]}" --exclude='*.so' --exclude=vllm-rs --exclude=vllm/third_party/deep_gemm \
   --exclude=vllm/third_party/fmha_sm100 --exclude=vllm/kernels/helion --exclude='*device_name*.json' \
   --exclude='*.js' --exclude='*.css' --exclude='*.jpg' --exclude='*.png'
 rm -rf site && PYTHONPATH=tree venv/bin/python "$here/bench/vllm_pack.py" site site
 find site -name '*.so*' -size +200k -exec strip --strip-unneeded {} + 2>/dev/null || true
-pack_tree site
+pack_tree site "${HEADERS[@]}"
 [ "$version" = 0.20.2 ] || touch packed/wants-torch
 cut_pieces vllm
 echo "check with: WORK=$WORK VS=/tmp/vs source bench/vllm_setup.sh"
