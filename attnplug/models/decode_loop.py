@@ -333,8 +333,7 @@ class Decoding:
             if end is not None:
                 return end
             fed = self.model, self.cache, *buffers.stepped(), self.greedy, options
-            if due:
-                capture_ahead(self, step, due, fed)
+            capture_ahead(self, step, due, fed)
             self._prepare_layers(due, buffers)
             found = step(*fed)
             self.hush()  # from here on tokens come

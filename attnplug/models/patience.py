@@ -57,6 +57,11 @@ class PatientStep:
         if isinstance(self.now, (CapturedStep, LayeredStep)):
             self.now.begin()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether a call's first step is to come, and its next one to be captured."""
+        return isinstance(self.now, CapturedStep) and self.now.first
+
     def ahead(self, kind: Hashable, *arguments: Any) -> None:
         """`CapturedStep.ahead`, while steps are captured."""
         if not isinstance(self.now, CapturedStep) or self.left <= 0:

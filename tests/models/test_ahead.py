@@ -8,7 +8,7 @@ from test_patience import on_cpu
 from test_regional import model_of
 
 import attnplug
-from attnplug.models import ahead, captured
+from attnplug.models import ahead, captured, decode_loop
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
 from attnplug.policies import _sketch_layer
@@ -35,6 +35,33 @@ def events(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def steps(monkeypatch):
+    """ "step" where a step runs as it is, "capture" and "replay", as they come."""
+    seen: list[str] = []
+    step, capture = decode_loop.decode_step, captured.capture
+
+    def replayed(replay):
+        seen.append("replay")
+        return replay()
+
+    def captures(step, on):
+        seen.append("capture")
+        size = len(seen)
+        replay = capture(step, on)
+        del seen[size:]  # a graph runs its step as it is captured
+        return lambda: replayed(replay)
+
+    def as_it_is(*arguments):
+        if seen[-1:] != ["replay"]:
+            seen.append("step")
+        return step(*arguments)
+
+    monkeypatch.setattr(decode_loop, "decode_step", as_it_is)
+    monkeypatch.setattr(captured, "capture", captures)
+    return seen
+
+
 def prompts_of(device, rows=2, padded=False):
     seeded = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 97, (rows, PROMPT), generator=seeded)
@@ -58,6 +85,38 @@ class TestOnACPU:
         found = [model.generate(**inputs, max_new_tokens=NEW).tolist() for _ in range(3)]
         assert found[0] == found[1] == found[2]
         assert events == ["fit", "capture", "capture", "fit", "capture", "fit"]
+
+    @pytest.mark.parametrize("policy", ["dense", "momo+gather", "auto"])
+    def test_where_steps_are_dense_the_second_call_runs_none_as_it_is(self, steps, policy):
+        model = attnplug.apply(model_of(), policy)
+        inputs = prompts_of("cpu")
+        first = model.generate(**inputs, max_new_tokens=NEW)
+        assert steps == ["step", "capture", *["replay"] * (NEW - 2)]
+        for _ in range(2):
+            steps.clear()
+            assert torch.equal(model.generate(**inputs, max_new_tokens=NEW), first)
+            assert steps == ["capture", *["replay"] * (NEW - 1)]
+        steps.clear()
+        model.generate(**inputs, max_new_tokens=2)
+        assert steps == ["step"]
+
+    def test_a_sparse_steps_first_one_runs_as_it_is(self, steps):
+        model = attnplug.apply(model_of(), "gather(k=1, block=16, min_tokens=0)")
+        for _ in range(2):
+            steps.clear()
+            model.generate(**prompts_of("cpu"), max_new_tokens=NEW)
+            assert steps == ["step", "capture", *["replay"] * (NEW - 2)]
+
+    def test_weights_of_other_shapes_are_another_kind(self, steps):
+        """Such as an adapter of another rank: kernels that no graph has seen loaded."""
+        model = attnplug.apply(model_of(), "dense")
+        inputs = prompts_of("cpu")
+        model.generate(**inputs, max_new_tokens=NEW)
+        down = model.model.layers[0].mlp.down_proj
+        down.bias = torch.nn.Parameter(torch.zeros(down.out_features))
+        steps.clear()
+        model.generate(**inputs, max_new_tokens=NEW)
+        assert steps[0] == "step"
 
     def test_another_kind_of_call_runs_its_first_step(self, events):
         model = attnplug.apply(model_of(), SKETCH)
@@ -137,3 +196,48 @@ def test_a_gpus_calls_are_alike(events, policy, padded):
             for found, first_ones in zip(layer.codes, wanted.codes, strict=True):
                 assert torch.equal(found, first_ones)
     assert vars(model)[LOOP].why_not == ""
+
+
+class Switched(torch.nn.Linear):
+    """A projection whose steps also do something else where they are told to."""
+
+    on = False
+
+    def forward(self, input):
+        found = super().forward(input)
+        steps = self.on and input.shape[-2] == 1
+        return torch.special.bessel_j0(found) if steps else found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", ["dense", "auto", "momo+gather"])
+def test_a_gpus_dense_calls_are_alike(steps, policy, padded):
+    model = attnplug.apply(model_of("cuda"), policy)
+    inputs = prompts_of("cuda", padded=padded)
+    options = {"max_new_tokens": NEW, "return_dict_in_generate": True}
+    first, *later = [model.generate(**inputs, **options) for _ in range(3)]
+    again = ["capture", *["replay"] * (NEW - 1)]
+    assert steps == ["step", "capture", *["replay"] * (NEW - 2), *again, *again]
+    for call in later:
+        assert torch.equal(call.sequences, first.sequences)
+        for layer, wanted in zip(call[CACHE].layers, first[CACHE].layers, strict=True):
+            assert int(layer.cumulative_length) == int(wanted.cumulative_length)
+            assert torch.equal(layer.keys, wanted.keys)
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_has_never_run_is_captured(steps):
+    """Types and shapes are those of the call before, and the model does something else."""
+    model = model_of("cuda")
+    mlp = model.model.layers[0].mlp
+    inner, outer = mlp.down_proj.in_features, mlp.down_proj.out_features
+    mlp.down_proj = Switched(inner, outer, bias=False).to(mlp.down_proj.weight)
+    attnplug.apply(model, "dense")
+    inputs = prompts_of("cuda")
+    model.generate(**inputs, max_new_tokens=NEW)
+    steps.clear()
+    mlp.down_proj.on = True
+    found = model.generate(**inputs, max_new_tokens=NEW)
+    assert steps[0] == "capture"
+    assert torch.equal(found, model.generate(**inputs, max_new_tokens=NEW, disable_compile=True))
