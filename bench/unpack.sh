@@ -9,7 +9,7 @@ join_pieces() {
   mkdir -p "$folder/parts"
   for piece in "$root/.carry/$name"-[0-9]*; do
     [ -f "$piece/part" ] || continue
-    cp -n "$piece/part" "$folder/parts/${piece##*-}"
+    [ -f "$folder/parts/${piece##*-}" ] || cp "$piece/part" "$folder/parts/${piece##*-}"
     cp "$piece/pieces" "$folder/pieces"
   done
   if [ ! -f "$folder/pieces" ] || [ "$(find "$folder/parts" -type f | wc -l)" -lt "$(cat "$folder/pieces")" ]; then

@@ -18,6 +18,8 @@ mkdir -p "$info"
 printf 'Metadata-Version: 2.1\nName: attnplug\nVersion: 0.1.0\n' >"$info/METADATA"
 printf '[vllm.general_plugins]\nattnplug = attnplug.serve.vllm:register\n' >"$info/entry_points.txt"
 export PYTHONPATH="$VS/tree:$VS/plug:$root:$VS/site${PYTHONPATH:+:$PYTHONPATH}"
+# FlashInfer, which newer versions sample with unless told otherwise, is not packed.
+export VLLM_USE_FLASHINFER_SAMPLER=0
 export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 # Two GPUs: no NVLink multicast, which could take the host's GPUs out of service.
 export VLLM_ALLREDUCE_USE_SYMM_MEM=0 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1

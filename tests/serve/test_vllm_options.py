@@ -5,6 +5,7 @@ import logging
 import types
 
 import pytest
+import torch
 
 from attnplug import Gather, Gvr, Momo, PolicyError, Stream
 from attnplug.errors import ServeError
@@ -30,6 +31,7 @@ def server(**changes) -> types.SimpleNamespace:
         ),
         cache_config=dict(cache_dtype="auto"),
         model_config=dict(
+            dtype=torch.bfloat16,
             use_mla=False,
             runner_type="generate",
             logits_processors=[REQUESTS],
@@ -174,6 +176,11 @@ def test_a_policy_that_is_none_says_so():
         ({"kv_transfer_config": object()}, "gvr", "use 'momo'"),
         ({"cache_config__cache_dtype": "fp8_e5m2"}, "momo", "16 bits or in fp8 .e4m3.; use auto"),
         ({"cache_config__cache_dtype": "fp8"}, "gvr", "--kv-cache-dtype fp8: gvr .* use gather"),
+        (
+            {"cache_config__cache_dtype": "fp8", "model_config__dtype": torch.float16},
+            "momo+gather",
+            "--kv-cache-dtype fp8: vLLM's FlashAttention .* add --dtype bfloat16",
+        ),
         ({"cache_config__cache_dtype": "fp8"}, "momo+stream", "stream looks on at keys in 16"),
         (
             {"cache_config__cache_dtype": "fp8_e4m3"},

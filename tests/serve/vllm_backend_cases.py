@@ -76,6 +76,7 @@ def configuration(policy: str | dict, **changes):
         ),
         cache_config=types.SimpleNamespace(cache_dtype="auto", block_size=PAGE),
         model_config=types.SimpleNamespace(
+            dtype=torch.bfloat16,
             use_mla=False,
             get_total_num_hidden_layers=lambda: 100,
             model="made/up",

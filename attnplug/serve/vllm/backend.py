@@ -291,7 +291,8 @@ class PlugImpl(FlashAttentionImpl):
         PlugImpl.made_for = self.config
         self.policy = policy_of(self.config)
         check_server(self.config, self.policy)
-        check_cache(self.kv_cache_dtype, self.policy)  # with auto, what the checkpoint says
+        model = self.config.model_config.dtype
+        check_cache(self.kv_cache_dtype, self.policy, model)  # with auto, what the checkpoint says
         self.profiled, self.fp8 = False, self.kv_cache_dtype in FP8_CACHES
         # FlashAttention reads fp8 keys with fp8 queries, the methods with the model's own. So
         # vLLM's layer, which asks for this now, leaves them alone, and `_flash` quantizes them.

@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attnplug.serve.paged import phases as paged
 from attnplug.serve.paged.phases import VARIABLE, Engine, Phases, ServedPolicy, fp8_refusal
 
@@ -131,16 +133,19 @@ def phases_of(policy: str) -> Phases:
 
 def check_server(config: "VllmConfig", policy: TracedPolicy) -> None:
     """Raise ServeError for a server whose other options a sparse phase cannot live with."""
-    check_cache(config.cache_config.cache_dtype, policy)
+    check_cache(config.cache_config.cache_dtype, policy, config.model_config.dtype)
     for asked, message in _conflicts(config, policy):
         if asked:
             raise VLLM.error(message)
 
 
-def check_cache(dtype: str, policy: TracedPolicy) -> None:
-    """Raise ServeError for a cache of this `--kv-cache-dtype` that the policy cannot read."""
+def check_cache(dtype: str, policy: TracedPolicy, model: torch.dtype) -> None:
+    """Raise ServeError for a cache of this `--kv-cache-dtype` that the policy cannot read, or that
+    FlashAttention cannot beside a model of this dtype."""
     if dtype in FP8_CACHES:
         why = fp8_refusal(policy)
+        if not why and model != torch.bfloat16:
+            why = "vLLM's FlashAttention answers from it in bfloat16 alone; add --dtype bfloat16"
         if why:
             raise VLLM.error(f"--kv-cache-dtype {dtype}: {why}")
     elif dtype not in CACHES:
