@@ -280,8 +280,9 @@ def refuse_unknown_keys(module: torch.nn.Module, query: torch.Tensor, key: torch
         if not hasattr(module, BINDING):
             raise UnsupportedCallError(
                 f"{type(module).__name__} names attnplug's attention, but attnplug.apply has never "
-                "seen it: its config is that of a model with a policy. Build it from "
-                "copy.deepcopy(model.config), or call attnplug.apply on it."
+                "seen it. If its keys are another model's, such as an image encoder's, it needs "
+                "the policy removed. Else its config is that of a model with a policy: build it "
+                "from copy.deepcopy(model.config), or call attnplug.apply on it."
             )
         raise UnsupportedCallError(
             f"{type(module).__name__} got {key.shape[2]} keys for {query.shape[2]} queries and no "
@@ -324,9 +325,12 @@ def set_key_mask(call: AttentionCall, mask: torch.Tensor | None) -> bool:
 def is_exotic(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the call wants something else than causal attention: a bias of positions, or both
     directions, which its caller or, since `apply`, its layer asks for (`is_causal=False`)."""
+    return kwargs.get("position_bias") is not None or not _is_causal(module, kwargs)
+
+
+def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     told = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if told is None else told
-    return kwargs.get("position_bias") is not None or causal is False
+    return (getattr(module, "is_causal", True) if told is None else told) is not False
 
 
 def stock_attention(
@@ -348,7 +352,8 @@ def stock_attention(
     own = rolls or kwargs.get("sliding_window") is not None
     queries = call.q.shape[2]
     masked = call.lengths is not None or call.key_mask is not None
-    if compact and not own and (masked or (queries > 1 and not call.whole)):
+    causal = _is_causal(module, kwargs)  # without a mask, others read all keys: an encoder's, say
+    if compact and not own and (masked or (causal and queries > 1 and not call.whole)):
         mask = causal_mask(call)
     elif own and mask is None and queries > 1:
         call, mask = _last_queries(call, fresh)
@@ -356,7 +361,7 @@ def stock_attention(
         mask = _of_these_keys(mask, call, fresh)
     if stock == "sdpa":
         return sdpa_in_bands(module, call.q, call.k, call.v, mask, scaling=call.scale, **kwargs)
-    if mask is None and queries > 1:
+    if mask is None and causal and queries > 1:
         mask = torch.ones(queries, call.k.shape[2], dtype=torch.bool, device=call.q.device).tril()[
             None, None
         ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.hooks import ModelHook
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache
+from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
 from attnplug.errors import UnsupportedCallError
@@ -22,6 +22,7 @@ from attnplug.models.hf import SERVES, plug_mask
 from attnplug.models.names import (
     ATTENTION_NAMES,
     CACHE_ARGUMENTS,
+    ENCODER_ARGUMENTS,
     FRESH_ARGUMENT,
     STATE_ARGUMENT,
 )
@@ -67,7 +68,7 @@ class PolicyHook(ModelHook):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cache = _cache_in(kwargs)
-        if cache is not None:
+        if cache is not None and not _reads_an_encoder(module, kwargs):
             self._refuse_other_slot(module)
             hidden = _hidden_states(args, kwargs)
             refuse_layer(module, hidden, kwargs)
@@ -143,10 +144,21 @@ def hooks_of(module: torch.nn.Module) -> list[PolicyHook]:
 
 
 def _cache_in(kwargs: dict[str, Any]) -> Cache | None:
+    """The cache of the tokens themselves: of a decoder that reads an encoder, a part of it."""
     for name in CACHE_ARGUMENTS:
-        if isinstance(kwargs.get(name), Cache):
-            return kwargs[name]
+        cache = kwargs.get(name)
+        if isinstance(cache, EncoderDecoderCache):
+            return cache.self_attention_cache
+        if isinstance(cache, Cache):
+            return cache
     return None
+
+
+def _reads_an_encoder(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether an attention is called as cross-attention: its keys are an encoder's, whatever the
+    cache holds of the tokens. A causal one may be given the encoder's states, but reads none."""
+    given = any(kwargs.get(name) is not None for name in ENCODER_ARGUMENTS)
+    return given and not getattr(module, "is_causal", True)
 
 
 def _attention_of(module: torch.nn.Module) -> str | None:

@@ -23,5 +23,6 @@ CACHE = (
     "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 )
 CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past")  # the last in GPT-NeoX and GPTBigCode
+ENCODER_ARGUMENTS = ("key_value_states", "encoder_hidden_states")  # of cross-attention
 STATE_ARGUMENT = "attnplug_state"
 FRESH_ARGUMENT = "attnplug_fresh"

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from attnplug.models.names import CACHE
 
@@ -17,9 +20,11 @@ LARGEST = 1e8  # parameters
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     vocab_size_per_layer_input=VOCABULARY,
+    unpadded_vocab_size=VOCABULARY,
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=None,
+    is_decoder=True,
     hidden_size=128,
     n_embd=128,
     d_model=128,
@@ -91,9 +96,63 @@ SIZES: dict[str, Any] = dict(
     time_step_rank=8,
     linear_num_key_heads=2,
     linear_num_value_heads=2,
+    linear_num_heads=2,
+    linear_head_dim=32,
     linear_key_head_dim=32,
     linear_value_head_dim=32,
 )
+# What only one family calls so, or needs beside the sizes.
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": dict(attn_layer_indices=[1, 3]),
+    "blt": dict(encoder_hash_byte_group_vocab=128, encoder_hash_byte_group_size=[3, 4]),
+    "blt_local_decoder": dict(hidden_size_global=128),
+    "blt_local_encoder": dict(hidden_size_global=128),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "sliding_attention": dict(
+                rope_type="default", rope_theta=1e4, mrope_section=[12, 10, 10]
+            ),
+            "full_attention": None,
+        },
+    ),
+    "dbrx": dict(
+        n_heads=2,
+        n_layers=LAYERS,
+        attn_config=dict(kv_n_heads=1, clip_qkv=8.0, rope_theta=1e4),
+        ffn_config=dict(hidden_size=128, ffn_hidden_size=64, moe_num_experts=2),
+    ),
+    "diffllama": dict(num_attention_heads=4, num_key_value_heads=2),
+    "dory": dict(n_input_layers=1, n_recurrent_layers=2, n_output_layers=1),
+    "dots3_note_audio_encoder": dict(adapter_input_size=128, adapter_out_dim=128),
+    "dots3_note_text": dict(
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=2,
+        swa_q_lora_rank=32,
+        swa_kv_lora_rank=48,
+        swa_head_dim=64,
+        swa_qk_nope_head_dim=32,
+        swa_v_head_dim=64,
+    ),
+    "dots3_note_vision_encoder": dict(adapter_in_dim=128, adapter_out_dim=128),
+    "falcon": dict(new_decoder_architecture=True, num_kv_heads=1),
+    "falcon_h1": dict(mamba_d_ssm=256),
+    "got_ocr2_vision": dict(image_size=64),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=WINDOW),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"] * 2),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=8),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
+    "longcat_flash": dict(num_layers=2, zero_expert_num=2, num_experts_per_tok=2, moe_topk=2),
+    "mamba2": dict(num_heads=4),
+    "musicgen_decoder": dict(num_codebooks=1),
+    "musicgen_melody_decoder": dict(num_codebooks=1),
+    "phi4_multimodal_audio": dict(num_blocks=4, nemo_conv_channels=64, ext_pw_out_channel=128),
+    "prophetnet": dict(num_decoder_layers=2, num_encoder_layers=2),
+    "reformer": dict(axial_pos_embds=False),
+    "xlnet": dict(d_inner=64),
+    "xlstm": dict(num_heads=2, embedding_dim=128, num_blocks=4),
+    "xmod": dict(default_language="en_XX"),
+}
 
 
 class NoTinyModel(Exception):
@@ -104,13 +163,16 @@ def build(kind: str, **options: Any) -> PreTrainedModel:
     """A tiny model of a family. Raises NoTinyModel."""
     try:
         config = _config(kind, options)
+        family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        parts = (part for part in vars(config).values() if type(part) is family.config_class)
+        config = next(parts, config)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
+            empty = family._from_config(config)
         size = sum(each.numel() for each in empty.parameters())
         if size > LARGEST:
             raise NoTinyModel(f"{size:,} parameters")
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = family._from_config(config).eval()
     except Exception as why:  # each family refuses sizes by an error of its own
         raise NoTinyModel(f"{kind}: {why}") from why
     for parameter in model.parameters():
@@ -118,13 +180,19 @@ def build(kind: str, **options: Any) -> PreTrainedModel:
             parameter.data.normal_(0, 0.08)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
+        model.generation_config.decoder_start_token_id = 0  # of Musicgen's codebooks
     return model
 
 
 def _config(kind: str, options: dict[str, Any]) -> PreTrainedConfig:
-    family = CONFIG_MAPPING[kind]
-    base = family()
-    known = {*vars(base), *dir(family), *family.attribute_map}
+    return _tiny(CONFIG_MAPPING[kind](), options)
+
+
+def _tiny(base: PreTrainedConfig, options: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """A config of the same family, and of the same families in its parts, with few numbers."""
+    family, own = type(base), OWN.get(base.model_type, {})
+    set_alone = {name for name in dir(family) if isinstance(getattr(family, name), property)}
+    known = {*vars(base), *dir(family), *family.attribute_map} - set_alone
     sizes = {name: value for name, value in SIZES.items() if name in known}
     if "kv_lora_rank" in sizes:  # latent attention: the rotary part has a head dimension of its own
         sizes |= {"head_dim": 32} if "head_dim" in sizes else {}
@@ -134,7 +202,10 @@ def _config(kind: str, options: dict[str, Any]) -> PreTrainedConfig:
         if isinstance(given, list) and given:
             types = list(dict.fromkeys(given))  # each type of layer, in turn
             sizes[name] = [types[index % len(types)] for index in range(LAYERS)]
-    return family(**(sizes | options))
+    for name, part in vars(base).items():
+        if isinstance(part, PreTrainedConfig) and part.model_type:
+            sizes[name] = _tiny(part)
+    return family(**(sizes | own | (options or {})))
 
 
 # Each kind of call once, with each length, and with and without padding: what CI compares.

@@ -85,6 +85,33 @@ def test_a_model_that_asks_for_the_name_finds_its_own(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["bart", "bert", "gpt2", "mbart", "musicgen", "roberta"])
+def test_decoders_that_read_an_encoder(kind, padded):
+    """Their cross-attention sees all of its states, in calls with a cache and without."""
+    model = build(kind, add_cross_attention=True)
+    seeded = torch.Generator().manual_seed(1)
+    states = torch.randn(2, 12, 128, generator=seeded)
+    ids = torch.randint(3, 97, (2, 20), generator=seeded)
+    mask = torch.ones_like(ids)
+    mask[0, : 5 * padded] = 0
+
+    def logits():
+        alone = model(ids, attention_mask=mask, encoder_hidden_states=states, use_cache=False)
+        first = model(ids, attention_mask=mask, encoder_hidden_states=states, use_cache=True)
+        longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
+        options = {"encoder_hidden_states": states, CACHE: first[CACHE]}
+        step = model(ids[:, :1], attention_mask=longer, **options)
+        read = [each.logits[mask.bool()] for each in (alone, first)]
+        return torch.cat([*read, step.logits[:, 0]])
+
+    wanted = logits()
+    for policy in ("dense", "gather(min_tokens=0)"):
+        with attnplug.applied(model, policy):
+            assert (logits() - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kept", [1, 3])
 @pytest.mark.parametrize("tokens", [10, 40])
 def test_layers_that_share_keys_may_see_the_last_queries_alone(tokens, kept, padded):
