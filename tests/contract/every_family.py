@@ -155,6 +155,19 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+# All layers of these have a window, or none has.
+WINDOW_OR_NOT = (
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "phi4_multimodal",
+    "phimoe",
+    "qwen3_moe",
+    "starcoder2",
+)
+
+
 class NoTinyModel(Exception):
     """These sizes do not go together in a family, or lead to a large model."""
 
@@ -163,7 +176,7 @@ def build(kind: str, **options: Any) -> PreTrainedModel:
     """A tiny model of a family. Raises NoTinyModel."""
     try:
         config = _config(kind, options)
-        family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         parts = (part for part in vars(config).values() if type(part) is family.config_class)
         config = next(parts, config)
         with torch.device("meta"):
@@ -232,9 +245,10 @@ def forms() -> dict[str, Form]:
         found[f"{name}: forward"] = lambda model, ids=ids, mask=mask: _forward(model, ids, mask)
         found[f"{name}: generate"] = lambda model, ids=ids, mask=mask: _scores(model, ids, mask)
         found[f"{name}: turns"] = lambda model, ids=ids, mask=mask: _turns(model, ids, mask)
-        found[f"{name}: dynamic"] = lambda model, ids=ids, mask=mask: _scores(
-            model, ids, mask, cache_implementation="dynamic"
-        )
+        for cache in ("dynamic", "static"):
+            found[f"{name}: {cache}"] = lambda model, ids=ids, mask=mask, cache=cache: _scores(
+                model, ids, mask, cache_implementation=cache
+            )
     found["chunks"] = lambda model: _scores(model, ids, torch.ones_like(ids), prefill_chunk_size=7)
     return found
 
