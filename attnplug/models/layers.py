@@ -68,7 +68,8 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a decoder, by layer index.
 
     Raises UnsupportedModelError if the model has none that go through transformers' attention
-    interface, is an encoder-decoder, or is split over ranks that cannot share its heads evenly.
+    interface, is an encoder-decoder, reads another model's keys alone, or is split over ranks that
+    cannot share its heads evenly.
     """
     family = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -82,6 +83,11 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             f"{family}: no attention layer goes through transformers' attention interface "
             "(AttentionInterface), so no policy can reach it. Models such as Llama, Qwen, Mistral, "
             "Gemma, Phi, OLMo, Granite and gpt-oss do."
+        )
+    if all(getattr(module, "is_kv_shared_layer", False) for _, module in modules):
+        raise UnsupportedModelError(
+            f"{family} has no keys of its own: its layers read those of the model that it assists. "
+            "Apply the policy to that model."
         )
     found = [_describe(name, module, model) for name, module in modules]
     for module in foreign:

@@ -45,12 +45,12 @@ def test_logits_are_those_of_stock(model, calls):
     except NoTinyModel as why:
         pytest.skip(f"no tiny model of this family: {why}")
     wanted = {name: outcome(form, model) for name, form in compared.items()}
-    if all(isinstance(each, Exception) for each in wanted.values()):
-        pytest.skip(f"stock computes no logits of text alone: {next(iter(wanted.values()))}")
     try:
         attnplug.apply(model, "dense")
     except attnplug.UnsupportedModelError:
         return
+    if all(isinstance(each, Exception) for each in wanted.values()):
+        pytest.skip(f"stock computes no logits of text alone: {next(iter(wanted.values()))}")
     for name, form in compared.items():
         expected = wanted[name]
         if isinstance(expected, Exception):
