@@ -232,9 +232,9 @@ FEW = {
 Form = Callable[[PreTrainedModel], torch.Tensor]
 
 
-def forms() -> dict[str, Form]:
+def forms(asked: tuple[str, ...] = ("dynamic",)) -> dict[str, Form]:
     """What is compared: prompts below and above the window, padded or not, with the caches that
-    generate makes, that a user asks for, and that a call returned."""
+    generate makes, that a user has `asked` for, and that a call returned."""
     found: dict[str, Form] = {}
     for tokens, padded in ((10, False), (10, True), (40, False), (40, True)):
         name = f"{tokens} tokens{', padded' if padded else ''}"
@@ -245,7 +245,7 @@ def forms() -> dict[str, Form]:
         found[f"{name}: forward"] = lambda model, ids=ids, mask=mask: _forward(model, ids, mask)
         found[f"{name}: generate"] = lambda model, ids=ids, mask=mask: _scores(model, ids, mask)
         found[f"{name}: turns"] = lambda model, ids=ids, mask=mask: _turns(model, ids, mask)
-        for cache in ("dynamic", "static"):
+        for cache in asked:
             found[f"{name}: {cache}"] = lambda model, ids=ids, mask=mask, cache=cache: _scores(
                 model, ids, mask, cache_implementation=cache
             )
