@@ -1,10 +1,12 @@
 """Another Python program, run in this process with a policy on each model that it loads."""
 
+import contextlib
 import importlib.util
 import runpy
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,17 +32,19 @@ class Program(NamedTuple):
             apply(model, asked)
             tell(f"attnplug on {type(model).__name__}: {report(model)}")
 
-        before = sys.argv, sys.path[0]
+        before = sys.argv
         sys.argv = [self.name, *self.arguments]
-        sys.path[0] = "" if self.is_module else str(Path(self.name).parent)
         try:
-            with Loading(policy, serve):
+            with (
+                _searching("" if self.is_module else str(Path(self.name).parent)),
+                Loading(policy, serve),
+            ):
                 if self.is_module:
                     runpy.run_module(self.name, run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(self.name, run_name="__main__")
         finally:
-            sys.argv, sys.path[0] = before
+            sys.argv = before
 
 
 def find(words: Sequence[str]) -> Program:
@@ -48,19 +52,40 @@ def find(words: Sequence[str]) -> Program:
     module, and its arguments. Raises ArgumentError where there is none that Python runs."""
     match list(words):
         case ["-m", module, *arguments]:
-            if _spec(module) is None:
-                raise ArgumentError(f"run: there is no module {module!r}")
+            with _searching(""):
+                _check_module(module)
             return Program(module, True, arguments)
         case [name, *arguments] if name != "-m":
             return Program(_python_file(name), False, arguments)
     raise ArgumentError("run: name a program after --, such as: attnplug run -- lm_eval --help")
 
 
-def _spec(module: str) -> object:
+@contextlib.contextmanager
+def _searching(folder: str) -> Iterator[None]:
+    """Within it modules are looked for in `folder` first ("": the current one), as Python does for
+    a program, and not beside attnplug's own script."""
+    before = list(sys.path)
+    sys.path[0] = folder
     try:
-        return importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # of a package that it would be in
-        return None
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _check_module(module: str) -> None:
+    """Raise ArgumentError where `python -m` has nothing to run by that name."""
+    name = module
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package
+            name = f"{module}.__main__"
+            spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:  # ValueError: "", and a module that has no spec
+        raise ArgumentError(f"run: there is no module {module!r} to run ({error})") from error
+    if spec is None:
+        raise ArgumentError(f"run: there is no module {name!r}")
+    if not isinstance(spec.loader, InspectLoader) or spec.loader.get_code(name) is None:
+        raise ArgumentError(f"run: module {module!r} has no Python code to run")
 
 
 def _python_file(name: str) -> str:

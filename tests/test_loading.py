@@ -133,6 +133,18 @@ def test_a_program_runs_as_python_runs_it(checkpoint, tmp_path):
         assert f"attnplug on LlamaForCausalLM: policy {POLICY}\n" in done.stderr
 
 
+def test_a_module_of_the_current_folder_runs_though_the_script_is_elsewhere(tmp_path):
+    """`python -m` looks in the current folder; attnplug's script has its own in that place."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "attnplug"
+    script.write_text("from attnplug.cli import app\napp()\n")
+    (tmp_path / "module_of_here.py").write_text("print('it ran')\n")
+    words = ["run", "--policy", "dense", "--", "-m", "module_of_here"]
+    command = [sys.executable, str(script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "it ran\n", done.stderr
+
+
 def test_a_programs_own_error_keeps_its_traceback(tmp_path):
     (tmp_path / "program.py").write_text("open('/nowhere/file')\n")
     done = attnplug_run(tmp_path / "program.py")
