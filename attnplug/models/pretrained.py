@@ -34,8 +34,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 
 from attnplug import files
-from attnplug.errors import ArgumentError, WeightsUnavailableError
+from attnplug.errors import WeightsUnavailableError
 from attnplug.extras import require
+from attnplug.models.device import read_device
 from attnplug.models.hub import hub_answers
 from attnplug.models.variants import VARIANTS
 
@@ -111,7 +112,7 @@ def load(
     `ArgumentError` for a device that is not here."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     source, local = _source(name)
     variant = VARIANTS.get(name)
@@ -198,18 +199,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question after the closest of the names that are known, "" where none is like it."""
     close = difflib.get_close_matches(name.lower(), list(known), 1, cutoff=0.7)
     return f" Did you mean {close[0]}?" if close else ""
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(f"device is {device!r}, needs cpu or cuda") from error
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"device is {device!r}, needs cpu or cuda")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(f"device is {device!r} but torch sees no GPU here; use cpu")
-    return found
 
 
 def fetch(name: str) -> Path:

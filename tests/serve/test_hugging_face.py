@@ -62,6 +62,22 @@ def test_the_usage_names_attnplugs_own_flags():
         (dict(reasoning="maybe"), "reasoning is 'maybe', needs on or off or auto"),
         (dict(dtype="int3"), "dtype is 'int3', needs auto or float32"),
         (dict(chat_template_kwargs="[1]"), "needs the JSON text of an object"),
+        (dict(port=65536), "port is 65536, needs 0 to 65535"),
+        (dict(port=-1), "port is -1, needs 0"),
+        (dict(port=10**20), "needs 0 to 65535"),
+        (dict(host=""), "host is '', needs a name or an address"),
+        (dict(host="a..b"), "needs a name or an address"),
+        (dict(host="a" * 300), "needs a name or an address"),
+        (dict(host="\udcff"), "needs a name or an address"),
+        (dict(device="meta"), "device is 'meta', needs cpu or cuda"),
+        (dict(device=""), "device is '', needs cpu or cuda"),
+        (dict(device="cuda:99"), "device is 'cuda:99' but torch sees"),
+        (dict(default_seed=1 << 64), "default_seed is 18446744073709551616, needs"),
+        (dict(cb_block_size=0), "cb_block_size is 0, needs 1 to"),
+        (dict(cb_num_blocks=-1), "cb_num_blocks is -1, needs 1 to"),
+        (dict(cb_max_batch_tokens=0), "cb_max_batch_tokens is 0, needs 1 to"),
+        (dict(cb_max_memory_percent=float("nan")), "cb_max_memory_percent is nan, needs more"),
+        (dict(cb_max_memory_percent=1.5), "cb_max_memory_percent is 1.5, needs more than 0"),
     ],
 )
 def test_wrong_options_are_told_before_the_weights(options, message):
@@ -430,6 +446,21 @@ def test_a_port_that_is_taken_is_told(tmp_path, checkpoint):
         )
     assert found.returncode == 1
     assert f"nothing can listen on localhost, port {port}" in found.stderr
+
+
+@NEEDED
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", r"\[::1\]")])
+def test_it_says_by_which_url_it_is_reached(host, shown, checkpoint):
+    """Also where the system chose the port, and where the address has colons of its own."""
+    command = [sys.executable, "-m", "attnplug", "serve", str(checkpoint), "--device", "cpu"]
+    command += ["--host", host, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if "/v1;" in line)
+        found = re.search(rf"at http://{shown}:(\d+)/v1; ", line)
+        process.send_signal(signal.SIGINT)
+        assert found is not None and int(found[1]) > 0, line
 
 
 @NEEDED

@@ -18,6 +18,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from attnplug.api import PolicyLike, apply, report
 from attnplug.errors import ArgumentError, AttnplugError, UnsupportedCallError
+from attnplug.models.device import read_device
 from attnplug.models.layers import positions
 from attnplug.models.pretrained import WEIGHTS, fetch
 from attnplug.serve.hugging_face.requests import (
@@ -46,6 +47,13 @@ ALLOWED = {
     "quantization": ("bnb-4bit", "bnb-8bit"),
     "reasoning": ("on", "off", "auto"),
     "log_level": ("debug", "info", "warning", "error", "critical"),
+}
+RANGES = {
+    "port": (0, 65_535),
+    "cb_block_size": (1, 1 << 40),
+    "cb_num_blocks": (1, 1 << 40),
+    "cb_max_batch_tokens": (1, 1 << 40),
+    "default_seed": (-(1 << 63), (1 << 64) - 1),  # as torch takes it
 }
 
 
@@ -78,6 +86,17 @@ class Options:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ArgumentError(f"serve: {name} is {value!r}, needs {' or '.join(allowed)}")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ArgumentError(f"serve: {name} is {value}, needs {least} to {most}")
+        share = self.cb_max_memory_percent
+        if share is not None and not 0 < share <= 1:
+            raise ArgumentError(f"serve: cb_max_memory_percent is {share}, needs more than 0, to 1")
+        if not _is_host(self.host):
+            raise ArgumentError(f"serve: host is {self.host[:99]!r}, needs a name or an address")
+        if self.device not in (None, "auto"):
+            read_device(self.device)
         if self.chat_template_kwargs is not None and not is_object(self.chat_template_kwargs):
             raise ArgumentError("serve: chat_template_kwargs needs the JSON text of an object")
 
@@ -325,7 +344,8 @@ def _wait(serve: Any, told: threading.Event, names: list[str], options: Options)
     while not serve.server.started and serve._thread.is_alive() and not told.wait(0.05):
         pass
     if serve.server.started:
-        where = f"http://{options.host}:{options.port}"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        where = f"http://{host}:{_port(serve.server)}"
         print(f"{' and '.join(names)} at {where}/v1; {where}/metrics counts", flush=True)
     elif not told.is_set():
         raise ArgumentError(
@@ -333,6 +353,20 @@ def _wait(serve: Any, told: threading.Event, names: list[str], options: Options)
         )
     while serve._thread.is_alive() and not told.wait(0.2):
         pass
+
+
+def _is_host(name: str) -> bool:
+    """Whether a name may be asked for: not an empty one, which is every address of the machine, nor
+    one that is no text or whose parts are empty or too long."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+def _port(server: Any) -> int:
+    """On which port a server listens: of 0 the system makes one that is free."""
+    return server.servers[0].sockets[0].getsockname()[1]
 
 
 def _stop(serve: Any) -> bool:

@@ -1,0 +1,20 @@
+"""The device that a user names for a model."""
+
+import torch
+
+from attnplug.errors import ArgumentError
+
+
+def read_device(device: str | torch.device) -> torch.device:
+    """The device of that name. Raises ArgumentError where no model can be there."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"device is {device!r}, needs cpu or cuda") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device is {device!r}, needs cpu or cuda")
+    there = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= there:
+        seen = f"{there} GPUs" if there else "no GPU"
+        raise ArgumentError(f"device is {device!r} but torch sees {seen} here; use cpu")
+    return found
