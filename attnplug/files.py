@@ -76,6 +76,16 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
         return file.read(most)
 
 
+def read_text(path: Path, most: int = MOST) -> str:
+    """The text, UTF-8, of a regular file or of a pipe, such as /dev/stdin. Raises OSError, and
+    ValueError where it has more than `most` characters, as a device without an end has."""
+    with open(path, encoding="utf-8") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise ValueError(f"it has more than {most:,} characters")
+    return found
+
+
 def json_of(text: str | bytes) -> Any:
     """What a text of JSON says. Raises ValueError, also for one that is nested without end."""
     try:

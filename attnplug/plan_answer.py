@@ -32,6 +32,7 @@ from attnplug.policies.sketch import Sketch
 # at 64K tokens, with which exact's rows were measured (bench/results/exact.json).
 ACCEPTED = 0.906
 CUDA = torch.device("cuda")
+MOST = 1 << 44  # tokens of a batch: their bytes can be counted in 64 bits
 
 
 class Asked(NamedTuple):
@@ -58,6 +59,10 @@ def read_options(
         raise ArgumentError(f"plan: context is {min(contexts)}, needs at least 1")
     if batch < 1:
         raise ArgumentError(f"plan: batch is {batch}, needs at least 1")
+    if batch * max(contexts) > MOST:
+        raise ArgumentError(
+            f"plan: {batch:,} sequences of {max(contexts):,} tokens are more than {MOST:,} tokens"
+        )
     if not 0 <= accepted <= 1:
         raise ArgumentError(f"plan: accepted is {accepted}, needs 0 to 1")
     found = parse(policy)

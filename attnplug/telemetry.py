@@ -9,6 +9,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnplug import api
+from attnplug.errors import ArgumentError
 from attnplug.models.names import CACHE
 from attnplug.policies import picks, residency
 from attnplug.policies._certified_layer import Certificates, certified_layers
@@ -40,9 +41,11 @@ def run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, steps: int
 ) -> Counted:
     """Prefill `tokens` tokens of prose and decode `steps` more, on a model that has a policy: what
-    its layers counted meanwhile."""
+    its layers counted meanwhile. Raises ArgumentError where the prose is shorter."""
     text = (files("attnplug") / "eval/data/rust_book.txt").read_text(encoding="utf-8")
     ids = tokenizer(text[: 16 * tokens], return_tensors="pt").input_ids[:, :tokens]
+    if ids.shape[1] < tokens:
+        raise ArgumentError(f"tokens is {tokens}, needs at most {ids.shape[1]}, the whole prose")
     ids = ids.to(model.device)
     cache = api.make_cache(model, ids.shape[1] + steps)
     logits = model(ids, **{CACHE: cache}).logits

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import attnplug
 import attnplug.cli
-from attnplug import Gather, doctor, trace
+from attnplug import Gather, doctor, files, trace
 from attnplug import plan as planning
 from attnplug.cli import app
 from attnplug.cli.options import read_length, read_lengths
@@ -146,6 +146,16 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("report", "m", "--policy", f"gather(sink={10**20})"), "needs at most 8388608"),
         (("trace", "m", "--prompt", "a\udcff b"), "the prompt cannot be read as text"),
         (("trace", "view", "no\udcff.parquet"), "no\\udcff.parquet cannot be read as a trace"),
+        (("report", "m", "--steps", f"{10**20}"), "needs at most 1099511627776"),
+        (("report", "smollm2-135m", "--steps", "1", "--tokens", "1M"), "the whole prose"),
+        (("plan", "qwen2.5-7b", "--batch", f"{10**20}"), "are more than 17,592,186,044,416 tokens"),
+        (("plan", "qwen2.5-7b", "--batch", f"{2**63 - 1}"), "are more than 17,592,186,044,416"),
+        (("run", "--", "-m", "no_such_module"), "run: there is no module 'no_such_module'"),
+        (("run", "--", "-m", "json"), "run: there is no module 'json.__main__'"),
+        (("run", "--", "-m", ".json"), "run: there is no module '.json' to run (no package"),
+        (("run", "--", "-m", "json.tool.x"), "run: there is no module 'json.tool.x' to run"),
+        (("run", "--", "-m", ""), "run: there is no module ''"),
+        (("run", "--", "-m", "sys"), "run: module 'sys' has no Python code to run"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(arguments, message):
@@ -154,6 +164,58 @@ def test_an_error_is_one_line_and_exit_code_1(arguments, message):
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and message in result.stderr
     assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("alloc_cpu.cpp: DefaultCPUAllocator: can't allocate memory\nmore"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+    ],
+)
+def test_no_memory_is_one_line_too(error, monkeypatch, tmp_path):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("attnplug.bench.command.run", fail)
+    result = run("bench", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("error: there is not enough memory for this (")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_error_of_attnplugs_own_code_keeps_its_traceback(monkeypatch, tmp_path):
+    monkeypatch.setattr("attnplug.bench.command.run", lambda *_: torch.ones(2) @ torch.ones(3))
+    result = run("bench", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    assert isinstance(result.exception, RuntimeError)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "link"])
+def test_a_link_that_leads_nowhere_is_told_before_the_work(place, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / place)
+    for command in (["bench", "--quick", "--device", "cpu"], ["eval", "m", "--policy", "dense"]):
+        result = run(*command, "--out", str(link))
+        assert result.exit_code == 1 and "link, where a folder cannot be written" in result.stderr
+    image = tmp_path / "map.png"
+    image.symlink_to(tmp_path / place / "map.png")
+    assert run("plan", "qwen2.5-7b", "--image", str(image)).exit_code == 1
+    assert image.is_symlink()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="a device of Linux")
+def test_a_text_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(files.read_text, "__defaults__", (1 << 16,))
+    result = run("trace", "m", "--file", "/dev/zero")
+    assert result.exit_code == 1 and "it has more than 65,536 characters" in result.stderr
+
+
+def test_a_text_may_come_by_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen([sys.executable, "-c", f"open({str(pipe)!r}, 'w').write('a text')"]):
+        assert files.read_text(pipe) == "a text"
 
 
 def test_paths_are_printed_as_they_are(tmp_path, monkeypatch):
@@ -197,6 +259,8 @@ def test_wrong_usage_is_exit_code_2():
         (("plan", "m", "--context", ","), "',' has no length"),
         (("eval", "m", "--lengths", "1.5K"), "'1.5K' is not a length"),
         (("demo", "--tokens", "many"), "'many' is not a length"),
+        (("bench", "--quick", "--lengths", f"{10**20}"), "is more than"),
+        (("plan", "m", "--context", "2000000M"), "is more than"),
         (("reprot",), "No such command 'reprot'. Did you mean 'report'?"),
         (("report", "m", "--polcy", "momo"), "--policy"),
     ],

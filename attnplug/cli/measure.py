@@ -12,7 +12,7 @@ from attnplug.cli.options import (
     Json,
     Lengths,
     Model,
-    check_least,
+    check_count,
     check_place,
     default_device,
     lengths_option,
@@ -64,8 +64,8 @@ def report(
 
         # A typing mistake should not wait for the weights.
         parsed = policies.parse(policy)
-        check_least("steps", steps, 0)
-        check_least("tokens", tokens, 1)
+        check_count("steps", steps, 0)
+        check_count("tokens", tokens, 1)
         network, tokenizer = load(model, dtype=torch.bfloat16, device=device)
         with quiet_log(), api.applied(network, parsed):
             from attnplug import telemetry

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from attnplug import files
 from attnplug.errors import ArgumentError
-from attnplug.files import located
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, gemma3-270m, a folder or a hub id.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is a GPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+MOST = 1 << 40  # of anything that is counted: what torch multiplies by it stays within 64 bits
 IMAGES = (".png", ".svg", ".pdf")
 
 
@@ -22,7 +23,10 @@ def read_length(text: str | int) -> int:
     found = re.fullmatch(r"(-?\d+)([km]?)", str(text).strip().lower())
     if found is None:
         raise typer.BadParameter(f"{text!r} is not a length; write 8192, 8K or 1M")
-    return int(found[1]) * UNITS[found[2]]
+    length = int(found[1]) * UNITS[found[2]]
+    if length > MOST:
+        raise typer.BadParameter(f"{text!r} is more than {MOST:,} tokens")
+    return length
 
 
 class Lengths(tuple[int, ...]):
@@ -57,16 +61,22 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_least(option: str, value: int, least: int) -> None:
-    """Raise ArgumentError where an option is too small."""
+def check_count(option: str, value: int, least: int) -> None:
+    """Raise ArgumentError where a number is too small, or more than a machine can count to."""
     if value < least:
         raise ArgumentError(f"{option} is {value}, needs at least {least}")
+    if value > MOST:
+        raise ArgumentError(f"{option} is {value}, needs at most {MOST}")
 
 
 def check_place(option: str, path: Path, *, folder: bool = False, image: bool = False) -> None:
     """Raise ArgumentError for a place that cannot be written: it should not wait for the work."""
-    whole = path if path.is_absolute() else located(".", ArgumentError) / path
-    there = next(place for place in (path, *whole.parents) if place.exists())
+    if path.is_symlink() and not folder:
+        files.check_place(path)  # where the link leads to, nobody makes a folder
+    whole = path if path.is_absolute() else files.located(".", ArgumentError) / path
+    places = (path, *whole.parents)
+    # A link that leads nowhere is a place, too: where a folder is to be, nothing replaces it.
+    there = next(place for place in places if place.exists() or (folder and place.is_symlink()))
     fits = there.is_dir() == (folder or there != path)
     if not fits or not os.access(there, os.W_OK):
         kind = "a folder" if folder else "a file"

@@ -60,3 +60,19 @@ def clear_errors() -> Iterator[None]:
     except (AttnplugError, OSError) as error:  # a disk may fill while something is written
         print_error(error)
         raise typer.Exit(1) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_of_memory(error):
+            raise
+        print_error(f"there is not enough memory for this ({first_line(error)})")
+        raise typer.Exit(1) from error
+
+
+def is_of_memory(error: Exception) -> bool:
+    """Whether memory of the machine or of a GPU was refused. torch has a class for the GPU's alone,
+    and is not imported for this."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

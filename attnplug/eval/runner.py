@@ -46,6 +46,7 @@ MEASURES = ("perplexity", *DECODES, "captured-mass")
 # in length, and sliding windows have a mask `[B,1,T,T]` of padded ones: 13 GiB of 13 x 32K.
 PROMPT_TOKENS = 13 * 2**15
 WINDOW_TOKENS = 2**19
+MOST_TRIALS = 1_000_000  # of one task at one length: they are listed ahead
 READ_BYTES = 2**32  # of one policy's keys and values, where all policies read windows in turns
 
 
@@ -81,6 +82,8 @@ class Study:
                 f"trials is {self.trials}, batch {self.batch}, seed {self.seed}; needs at least 1, "
                 "0 and 0"
             )
+        if self.trials > MOST_TRIALS:
+            raise ArgumentError(f"trials is {self.trials}, needs at most {MOST_TRIALS}")
         if self.limit_seconds is not None and not self.limit_seconds >= 0:
             raise ArgumentError(f"limit_seconds is {self.limit_seconds}, needs at least 0")
 

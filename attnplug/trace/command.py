@@ -70,12 +70,13 @@ def traced(policy: str, method: Stream) -> Policy:
 
 
 def read_text(text: str | None, file: Path | None) -> str:
-    """The prompt, given either way. Raises ArgumentError, FileError for the file."""
+    """The prompt, given either way; the file may be a pipe. Raises ArgumentError, and FileError for
+    the file, also where it has no end."""
     if (text is None) == (file is None):
         raise ArgumentError("give the text with --prompt TEXT or with --file PATH, one of them")
     if file is not None:
         with files.reading(file, "text"):
-            return file.read_text(encoding="utf-8")
+            return files.read_text(file)
     assert text is not None  # one of them is given
     try:
         text.encode()  # what a terminal gave may be no text

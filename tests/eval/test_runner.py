@@ -241,6 +241,7 @@ def test_the_control_lists_earlier_blocks_once_and_needs_no_registration():
         (dict(tasks=[]), "tasks is empty"),
         (dict(lengths=[100]), "length is 100 tokens, needs at least 160"),
         (dict(trials=0), "trials is 0"),
+        (dict(trials=10**20), "needs at most 1000000"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused(options, message):
