@@ -477,6 +477,17 @@ def test_a_full_output_is_one_line(words):
     assert ended.stderr.startswith("error: [Errno 28]") and "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_names_are_printed_in_every_encoding(encoding, tmp_path):
+    """A name with a letter that the terminal lacks."""
+    name = str(tmp_path / "€.png")
+    command = [sys.executable, "-m", "attnplug", "plan", "qwen2.5-7b", "--image", name]
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
+    ended = subprocess.run(command, capture_output=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert b"\\u20ac.png" in ended.stdout.replace(b"\n", b"")
+
+
 def test_a_reader_that_has_gone_is_no_error():
     code = "from attnplug.cli import app; app(prog_name='attnplug')"
     read, write = os.pipe()

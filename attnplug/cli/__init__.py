@@ -13,7 +13,7 @@ from attnplug import __version__
 from attnplug.cli.engines import sglang, vllm
 from attnplug.cli.measure import bench, demo, doctor, eval, plan, report, tune
 from attnplug.cli.new_policy import new_policy
-from attnplug.cli.output import clear_errors, console
+from attnplug.cli.output import clear_errors, console, escape_letters
 from attnplug.cli.run import run
 from attnplug.cli.serve import serve
 from attnplug.cli.trace import trace
@@ -39,6 +39,8 @@ def greet(
 ) -> None:
     """attnplug swaps the attention of a Hugging Face model for long prompts: one call, no training,
     and the weights stay as they are."""
+    if context.invoked_subcommand != "run":  # whose output is another program's
+        escape_letters()
     if context.invoked_subcommand is not None and not version:
         return
     with clear_errors():

@@ -1,9 +1,11 @@
 """What commands print: text and tables, JSON, and errors."""
 
 import contextlib
+import io
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +18,13 @@ from attnplug.errors import AttnplugError
 def console(*, stderr: bool = False) -> Console:
     """Prints what it is given: a file may be named [red].png."""
     return Console(stderr=stderr, markup=False, highlight=False)
+
+
+def escape_letters() -> None:
+    """From now on stdout prints letters that its encoding lacks as escapes: a locale may be ASCII,
+    and a file's name may be no text at all."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
