@@ -20,8 +20,8 @@ NEEDS = (
     ("the first token sooner, on long prompts", "momo"),
     ("decode at nearly constant cost", "gather"),
     ("both", "momo+gather"),
-    ("decode that finds single tokens", "gvr"),
-    ("the same, and nothing is dropped", "sketch"),
+    ("decode that finds single tokens and drops nothing", "sketch"),
+    ("the same in vLLM", "gvr"),
     ("dense's own tokens, in fewer passes", "exact"),
     ("half the cache's GPU memory, with proof", "certified(min_tokens=0)"),
 )
