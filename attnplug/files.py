@@ -7,6 +7,7 @@ process has left behind nobody holds, and the next writer of the same place dele
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ try:
 except ImportError:  # Windows, where nobody can delete a file that is open
     fcntl = None
 
+FULL = {None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # where an error may be of space
 MOST = 1 << 28  # bytes of a file that is read whole
 LONGEST_NAME = 255 - len(".12345678.part")  # bytes
 PART = r"\.[0-9a-f]{8}\.part"  # behind the name of a file that is being written
@@ -41,8 +43,15 @@ def writing(path: object, kind: type[FileError] = FileError) -> Iterator[None]:
     except OSError as error:
         raise kind(
             f"{path} cannot be written ({_reason(error)}). What was at that path before is there; "
-            "free some space, or choose another path, and run again"
+            f"{free_space(error)}choose another path, and run again"
         ) from error
+
+
+def free_space(error: BaseException) -> str:
+    """The beginning of a sentence on what to do, which speaks of space unless an OSError tells that
+    something else is missing."""
+    missing = not isinstance(error, OSError) or error.errno in FULL
+    return "free some space, or " if missing else ""
 
 
 @contextlib.contextmanager

@@ -115,6 +115,7 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("report", "m", "--policy", "gathr"), "sketch, stream, trained. Did you mean gather?"),
         (("report", "m", "--policy", "momo(gama=1)"), "min_tokens. Did you mean gamma?"),
         (("bench", "--quick", "--device", "cpu", "--lengths", "64"), "lengths is 64, needs at le"),
+        (("demo", "--device", ""), "device is '', needs cpu or cuda"),
         (("plan", "qwen2.5-7b", "--batch", "0"), "batch is 0, needs at least 1"),
         (("plan", "qwen2.5-7b", "--accepted", "2"), "accepted is 2.0, needs 0 to 1"),
         (("plan", "no/such-model"), "'no/such-model' is none of qwen2.5-7b, llama-3.1-8b and has"),
@@ -226,6 +227,8 @@ def test_paths_are_printed_as_they_are(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "map: [red]/[/x].png" in result.output and (tmp_path / "[red]/[/x].png").exists()
     assert "device is '[/x]'" in run("bench", "--quick", "--device", "[/x]").stderr
+    for command in (["bench", "--quick"], ["tune"]):
+        assert "device is '', needs" in run(*command, "--device", "").stderr
 
 
 def test_no_weights_is_one_line_too(tmp_path, monkeypatch):
@@ -434,6 +437,14 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path):
     for words in (f"{found.meta['edges']:,}", "attention that they hold", "the trace adds"):
         assert words in result.output
     assert f"attnplug trace view {out}" in result.output.replace("\n", "")
+
+
+def test_a_trace_of_more_steps_than_the_model_reads_is_refused(tmp_path):
+    out = tmp_path / "run.parquet"
+    words = ("--prompt", "The needle is a pin.", "--new-tokens", str(1 << 32), "--out", str(out))
+    result = run("trace", "smollm2-135m", *words)
+    assert result.exit_code == 1 and "the model reads at most 8,1" in result.stderr
+    assert not out.exists()
 
 
 def test_doctor_runs_where_attnplug_is_a_folder_on_the_path(monkeypatch):

@@ -168,7 +168,7 @@ def bench(
     with clear_errors():
         from attnplug.bench import command
 
-        device = device or default_device()
+        device = default_device() if device is None else device
         _refuse(command.problem(device, quick=quick))
         check_place("out", out, folder=True)
         command.run(command.heads_of(model), device, out, console(), lengths)
@@ -201,7 +201,7 @@ def tune(
         from attnplug.bench import command
         from attnplug.bench import tune as module
 
-        device = device or default_device()
+        device = default_device() if device is None else device
         _refuse(command.problem(device))
         heads = command.heads_of(model)
         found = module.run(heads, device, method or [], console(stderr=as_json))

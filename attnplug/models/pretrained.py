@@ -112,7 +112,9 @@ def load(
     `ArgumentError` for a device that is not here."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = read_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     source, local = _source(name)
     variant = VARIANTS.get(name)
@@ -222,8 +224,9 @@ def fetch(name: str) -> Path:
         if isinstance(error, WeightsUnavailableError) or not _is_of_disk(error):
             raise
         raise WeightsUnavailableError(
-            f"{name} cannot be converted into {target} ({first_line(error)}); free some space, or "
-            "set ATTNPLUG_CACHE to a folder of your own with room, and run again"
+            f"{name} cannot be converted into {target} ({first_line(error)}); "
+            f"{files.free_space(error)}set ATTNPLUG_CACHE to a folder of your own with room, and "
+            "run again"
         ) from error
     return target
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from attnplug import api, files, policies
 from attnplug.errors import ArgumentError
 from attnplug.files import located
+from attnplug.models.layers import positions
 from attnplug.models.pretrained import load
 from attnplug.policies import Policy, Stream
 from attnplug.trace.reader import Trace, read
@@ -98,8 +99,8 @@ def run(
     console: Console | None = None,
 ) -> Outcome:
     """Trace `model` on `text` to `out`, with `new_tokens` greedy steps after it; `compare` runs it
-    untraced first. Raises ArgumentError for an empty text, a folder that is not there, or a
-    negative number of tokens."""
+    untraced first. Raises ArgumentError for an empty text, a folder that is not there, and a
+    number of tokens that is negative or more than the model reads."""
     for option, value in (("max_tokens", max_tokens), ("new_tokens", new_tokens)):
         if value < 0:
             raise ArgumentError(f"{option} is {value}, needs at least 0")
@@ -112,6 +113,12 @@ def run(
     ids = ids[:, :max_tokens] if max_tokens else ids
     if ids.shape[1] < 2:
         raise ArgumentError(f"the text has {ids.shape[1]} tokens, needs at least 2")
+    most = positions(network.config)
+    if new_tokens and most and ids.shape[1] + new_tokens > most:
+        raise ArgumentError(
+            f"new_tokens is {new_tokens}, and behind the text's {ids.shape[1]:,} tokens the model "
+            f"reads at most {max(0, most - ids.shape[1]):,}"
+        )
     with api.applied(network, policy), torch.inference_mode():
         untraced = _timed(network, ids, new_tokens) if compare else None
         seconds = _record(network, tokenizer, ids, out, Path(model).name, new_tokens, console)

@@ -204,6 +204,16 @@ def test_a_disk_that_is_full_in_the_conversion_is_one_clear_error(cache, limit, 
     assert len(list(pretrained.fetch(NAME).iterdir())) > 3
 
 
+@pytest.mark.parametrize("place", ["file", "link"])
+def test_a_cache_that_is_no_folder_is_not_said_to_be_full(cache, place, monkeypatch):
+    where = cache[0] / "place"
+    where.write_text("") if place == "file" else where.symlink_to(cache[0] / "nowhere" / "x")
+    monkeypatch.setenv("ATTNPLUG_CACHE", str(where))
+    with pytest.raises(WeightsUnavailableError, match="set ATTNPLUG_CACHE") as caught:
+        pretrained.fetch(NAME)
+    assert "space" not in str(caught.value)
+
+
 def test_what_a_killed_conversion_leaves_is_deleted_by_the_next_run(cache):
     folder, _ = cache
     code = (
