@@ -199,7 +199,7 @@ def table(shape: LayerShape, found: Mapping[str, Mapping[str, Any]]) -> Table:
         own = methods()[name]()
         assert isinstance(own, DenseBelow)  # names were checked
         measured = RowCrossover(entry["row"], entry["alone"])
-        rules = (measured, own.row_crossover(shape.device))
+        rules = (measured, own.on_this_card(shape).row_crossover(shape.device))
         shown.add_row(
             name, *(_tokens(n) for rule in rules for n in (rule.alone, rule.least(BATCH)))
         )

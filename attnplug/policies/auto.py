@@ -59,9 +59,6 @@ class RoomySketch(Sketch):
 
     least_tokens: ClassVar[int] = MEASURED_TOKENS
 
-    def measured_row_crossover(self, kind: str) -> int:
-        return max(MEASURED_TOKENS, super().measured_row_crossover(kind))
-
     def cache_layer(self, max_length: int) -> RoomySketchLayer:
         return RoomySketchLayer(max_length, self.bytes, self.serves, self.audit)
 

@@ -8,17 +8,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from transformers.cache_utils import StaticLayer
 
-from attnplug.call import AttentionCall, LayerShape, PagedCall
+from attnplug.call import AttentionCall, LayerShape, PagedCall, StepReads
 from attnplug.models.cache import PlugLayer
+from attnplug.ops.common.device import card
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
-from attnplug.policies.tuned import Tuned, card_name, lookup
+from attnplug.policies.scaled import scaled
+from attnplug.policies.tuned import card_name, lookup
 
 # The crossover of a method that no measured length speaks for: no cache has so many slots.
 NEVER = (1 << 31) - 1
 DENSE = Dense()
 OWN_CARD = "H200"  # that the methods' own crossovers were measured on
+MEASURE = " (`attnplug tune` measures on this card)"
 
 
 class RowCrossover(NamedTuple):
@@ -62,42 +65,76 @@ class RowCrossover(NamedTuple):
         return self.row + -(-(self.alone - self.row) // rows)
 
 
+class Here(NamedTuple):
+    """The crossovers of a method on this machine, as RowCrossover has them, and their origin."""
+
+    row: int
+    alone: int
+    origin: str
+
+
 class DenseBelow(Phase):
     """A method with an option `min_tokens`: calls of fewer tokens run dense; None is the crossover
     that was measured on the kind of device."""
 
     min_tokens: int | None
-    tuned: Tuned | None = None  # no option: `on_this_machine` sets it
+    here: Here | None = None  # no option: `on_this_machine` sets it
     least_tokens: ClassVar[int] = 0  # whatever was measured of its speed
     layer_type: ClassVar[type] = PlugLayer  # that its steps need
+
+    @property
+    def scales(self) -> bool:
+        """Whether a card's memory decides its crossovers, so that they scale with the bandwidth."""
+        return False
 
     def on_this_machine(self, shape: LayerShape) -> "DenseBelow":
         asked = self.min_tokens is not None
         found = None if asked else lookup(shape.device, shape.heads, str(self))
         if found is None:
+            return self.on_this_card(shape)
+        origin = f", as measured on this machine on {found.date}"
+        return self._with(Here(found.row, found.alone, origin))
+
+    def on_this_card(self, shape: LayerShape) -> "DenseBelow":
+        """This method with its crossovers scaled to the card of a layer, whatever was measured."""
+        if self.min_tokens is not None or not self.scales or no_card(shape.device):
             return self
-        row, alone = (max(self.least_tokens, tokens) for tokens in (found.row, found.alone))
+        alone, row = self.measured_crossover("cuda"), self.measured_row_crossover("cuda")
+        alone, row = (self._on_card(tokens, shape) for tokens in (alone, row))
+        if alone is None or row is None:
+            return self
+        return self._with(Here(row, alone, f", scaled from an {OWN_CARD}'s by bandwidth{MEASURE}"))
+
+    def _on_card(self, tokens: int, shape: LayerShape) -> int | None:
+        def reads(n: int) -> StepReads:
+            found = self.step_reads(n, shape.head_dim)
+            assert found is not None  # of a method that scales
+            return found
+
+        return scaled(tokens, reads, shape.head_dim, card(shape.device))
+
+    def _with(self, here: Here) -> "DenseBelow":
+        row, alone = (max(self.least_tokens, tokens) for tokens in here[:2])
         made = copy.copy(self)
-        object.__setattr__(made, "tuned", found._replace(row=row, alone=alone))
+        object.__setattr__(made, "here", Here(row, alone, here.origin))
         return made
 
     def origin(self, device: torch.device) -> str:
-        """Where the crossover comes from, for notes, unless it was asked for."""
+        """Where the crossover comes from, for notes; "" where it is the device's own default."""
         if self.min_tokens is not None:
+            return ", as min_tokens asks"
+        if self.here is not None:
+            return self.here.origin
+        if no_card(device) or OWN_CARD in card_name(device):
             return ""
-        if self.tuned is not None:
-            return f", as measured on this machine on {self.tuned.date}"
-        card = card_name(device)
-        if card == device.type or OWN_CARD in card:  # the first where there is no card
-            return ""
-        return f", as measured on an {OWN_CARD}: `attnplug tune` measures on this card"
+        return f", as measured on an {OWN_CARD}{MEASURE}"
 
     def crossover(self, device: torch.device) -> int:
         """Tokens below which dense attention runs on such a device."""
         if self.min_tokens is not None:
             return self.min_tokens
-        if self.tuned is not None:
-            return self.tuned.alone
+        if self.here is not None:
+            return self.here.alone
         return self.measured_crossover("cpu" if device.type == "cpu" else "cuda")
 
     def row_crossover(self, device: torch.device) -> RowCrossover:
@@ -106,10 +143,10 @@ class DenseBelow(Phase):
         alone = self.crossover(device)
         if self.min_tokens is not None:
             return RowCrossover(alone, alone)
-        if self.tuned is not None:
-            return RowCrossover(min(self.tuned.row, alone), alone)
+        if self.here is not None:
+            return RowCrossover(min(self.here.row, alone), alone)
         row = self.measured_row_crossover("cpu" if device.type == "cpu" else "cuda")
-        return RowCrossover(min(row, alone), alone)
+        return RowCrossover(min(max(self.least_tokens, row), alone), alone)
 
     def serves(self, rows: int, size: int, device: torch.device) -> bool:
         """Whether steps over so many rows of one cache with `size` slots are this method's; else
@@ -194,6 +231,12 @@ class DenseBelow(Phase):
                 "for it, such as min_tokens=0"
             )
         batch = f" ({rule.least(8):,} at batch 8)" if rule.row < rule.alone else ""
-        small = f" below {rule.alone:,} tokens{batch} and in those" if rule.alone else ""
-        where = self.origin(device) if rule.alone else ""
-        return f"dense in caches{small} that attnplug did not make for it{where}"
+        where = self.origin(device)
+        where += "," if where else ""
+        small = f" below {rule.alone:,} tokens{batch}{where} and in those" if rule.alone else ""
+        return f"dense in caches{small} that attnplug did not make for it"
+
+
+def no_card(device: torch.device) -> bool:
+    """Whether a device is no GPU, or torch sees none here."""
+    return device.type != "cuda" or not torch.cuda.is_available()

@@ -121,6 +121,10 @@ class Gather(DenseBelow):
             size += 8
         return StepReads(min(self.kept, tokens), summaries * size)
 
+    @property
+    def scales(self) -> bool:
+        return self.kv == "gpu"  # else the link to the host decides
+
     def measured_crossover(self, kind: str) -> int:
         floor = LONG_LIST_FLOOR if self.k > RANKED else CROSSOVER_FLOOR
         return max(floor[kind], CROSSOVER_FACTOR[kind] * self.kept)

@@ -74,6 +74,10 @@ class Gvr(DenseBelow):
     def step_reads(self, tokens: int, head_dim: int, room: int = 0) -> StepReads:
         return StepReads(min(self.kept, tokens), tokens * (head_dim + 4))  # INT8, a float32 scale
 
+    @property
+    def scales(self) -> bool:
+        return True
+
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
 

@@ -100,6 +100,10 @@ class Sketch(DenseBelow):
         kept = FIXED + self.picks(max(tokens, room))
         return StepReads(min(kept, tokens), tokens * self.bytes)
 
+    @property
+    def scales(self) -> bool:
+        return self.kv == "gpu"  # else the link to the host decides
+
     def measured_crossover(self, kind: str) -> int:
         return max(CROSSOVER_FLOOR[kind], CROSSOVER_FACTOR * self.kept)
 

@@ -227,11 +227,13 @@ def test_the_note_names_the_crossover_and_the_papers_density():
     # B_k K + S + W of C tokens and C / gamma dense rows, the paper's equation 9; of C / gamma only
     # the tail is dense by default
     density = f"density {(64 * 128 + 64 + 0 + 1024) / 131072:.1%} at 131,072"
-    assert late.note(shape) == f"dense in prefills below 4,096 tokens; {density}"
+    assert (
+        late.note(shape) == f"dense in prefills below 4,096 tokens, as min_tokens asks; {density}"
+    )
     reads = dataclasses.replace(shape, positions=8192)  # a model that reads no more
     assert late.note(reads).endswith(f"; density {late.density(8192):.1%} at 8,192")
     never = dataclasses.replace(late, min_tokens=8193).note(reads)
-    assert never == "dense in prefills below 8,193 tokens"
+    assert never == "dense in prefills below 8,193 tokens, as min_tokens asks"
     # A window counts as much as a sink's block.
     forced = Momo(top_k=128, min_tokens=0, sink=0, window=64)
     assert forced.note(shape) == density

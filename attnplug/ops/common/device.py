@@ -14,7 +14,7 @@ PLENTY = 1 << 30  # bytes of shared memory in Triton's interpreter, where nothin
 
 
 class Card(NamedTuple):
-    """What a device has. `made` derives the fields behind `shared` from those before."""
+    """What a device has. `made` derives the fields between `shared` and `bandwidth`."""
 
     vendor: str  # "nvidia" or "amd"; "" where Triton's interpreter runs the kernels
     capability: tuple[int, int]  # as torch gives it
@@ -27,9 +27,17 @@ class Card(NamedTuple):
     tma: bool = False  # copies tiles to shared memory by its tensor memory accelerator
     fp8: bool = False  # converts float8_e4m3fn
     precision: str = "tf32x3"  # of float32 products that need more than TF32's bits
+    bandwidth: float = 0.0  # bytes of its memory a second, at the most; 0 where that is not known
 
     @classmethod
-    def made(cls, vendor: str, capability: tuple[int, int], processors: int, shared: int) -> "Card":
+    def made(
+        cls,
+        vendor: str,
+        capability: tuple[int, int],
+        processors: int,
+        shared: int,
+        bandwidth: float = 0.0,
+    ) -> "Card":
         """The card of this vendor and capability. What ROCm calls capability 9.x is no Hopper."""
         nvidia = vendor == "nvidia"
         ninth = nvidia and capability >= (9, 0)
@@ -45,6 +53,7 @@ class Card(NamedTuple):
             tma=ninth,
             fp8=nvidia and capability >= (8, 9),
             precision="ieee" if vendor == "amd" else "tf32x3",
+            bandwidth=bandwidth,
         )
 
     def limit(self, registers: int | None) -> dict[str, Any]:
@@ -67,7 +76,16 @@ def card(device: torch.device) -> Card:
     if nvidia:
         shared = found.shared_memory_per_block_optin
     capability, processors = (found.major, found.minor), found.multi_processor_count
-    return Card.made("nvidia" if nvidia else "amd", capability, processors, shared)
+    bandwidth = _bandwidth(found) if nvidia else 0.0  # AMD's HBM has no two transfers a clock
+    return Card.made("nvidia" if nvidia else "amd", capability, processors, shared, bandwidth)
+
+
+def _bandwidth(found: Any) -> float:
+    """Bytes a second of a card's memory, by what torch says of it: two transfers a clock. 0 where
+    torch or the driver does not say, or where the card shares the host's memory."""
+    clock, bits = (getattr(found, f"memory_{name}", 0) for name in ("clock_rate", "bus_width"))
+    is_shared = bool(getattr(found, "is_integrated", False))
+    return 0.0 if is_shared else 2e3 * clock * bits / 8  # clocks are in kHz
 
 
 def early(device: torch.device) -> tuple[bool, dict[str, bool]]:

@@ -45,6 +45,15 @@ def test_nvidia_cards_have_what_their_capability_says(seen, capability):
     assert device.early(GPU) == (card.pdl, {"launch_pdl": True} if card.pdl else {})
 
 
+def test_a_cards_bandwidth_is_two_transfers_a_clock(seen):
+    sizes = dict(shared_memory_per_block=49152, shared_memory_per_block_optin=101376)
+    assert seen((8, 9), **sizes).bandwidth == 0  # torch does not say
+    sizes |= dict(memory_clock_rate=10_501_000, memory_bus_width=384)  # kHz, bits: a 4090
+    assert seen((8, 9), **sizes).bandwidth == pytest.approx(1008e9, rel=1e-3)
+    assert seen((12, 1), is_integrated=True, **sizes).bandwidth == 0  # the host's memory
+    assert seen((9, 4), hip="7.0", **sizes).bandwidth == 0
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (9, 4), (11, 0)])  # MI250, MI300, RDNA 3
 def test_amd_cards_have_nothing_of_nvidias(seen, capability):
     card = seen(capability, hip="7.0", shared_memory_per_block=65536)  # ROCm gives no other
