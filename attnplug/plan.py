@@ -104,13 +104,15 @@ class Extra(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Bill:
     """Of one machine: bytes a second, seconds that a step takes beside reading, what each method
-    adds to that, and bytes of memory (infinite where unknown)."""
+    adds to that, and bytes of memory (infinite where unknown). `card`: the name of its GPU, ""
+    where that is not known."""
 
     bandwidth: float
     fixed: float
     extras: Mapping[str, Extra] = dataclasses.field(default_factory=dict)
     source: str = ""
     memory: float = math.inf
+    card: str = ""
 
     def dense(self, shape: Shape, tokens: int, batch: int) -> float:
         """Seconds of a step with dense attention."""
@@ -165,6 +167,7 @@ H200 = Bill(
     },
     source="one NVIDIA H200, compiled decode",
     memory=141e9,
+    card="NVIDIA H200",
 )
 
 
@@ -209,7 +212,10 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit:
             extras[name], errors[name] = _extra(sparse, slope, fixed)
             counts.append(f"{len(sparse)} {name}")
     source = f"{', '.join(counts[:-1])} and {counts[-1]} rows" if extras else f"{counts[0]} rows"
-    return Fit(Bill(float(1 / slope), float(fixed), extras, source), r2, held_out, errors)
+    cards = {str(row.get("gpu", "")) for row in steps}
+    card = cards.pop() if len(cards) == 1 else ""
+    bill = Bill(float(1 / slope), float(fixed), extras, source, card=card)
+    return Fit(bill, r2, held_out, errors)
 
 
 def on_gpu(method: object) -> bool:

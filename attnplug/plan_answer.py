@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
+from attnplug.call import LayerShape
 from attnplug.errors import ArgumentError
 from attnplug.models.pace import Costs, Pace, steps_in_drafts
 from attnplug.plan import Bill, Shape, Sparse, first_length, on_gpu
@@ -20,13 +21,14 @@ from attnplug.plan_memory import memory_of, serving
 from attnplug.policies.auto import CANDIDATES, Auto
 from attnplug.policies.base import Phase
 from attnplug.policies.certified import Certified
-from attnplug.policies.crossover import NEVER, DenseBelow
+from attnplug.policies.crossover import NEVER, OWN_CARD, DenseBelow
 from attnplug.policies.dense import Dense
 from attnplug.policies.exact import Exact
 from attnplug.policies.gather import Gather
 from attnplug.policies.gvr import Gvr
 from attnplug.policies.policy import Policy
 from attnplug.policies.sketch import Sketch
+from attnplug.policies.tuned import card_name
 
 # With which dense accepts a draft, unless the command says otherwise: of gather's in a small model
 # at 64K tokens, with which exact's rows were measured (bench/results/exact.json).
@@ -100,7 +102,24 @@ def plan_for(
                 f"{shape.cached(1):,.0f} bytes a token, of all layers and for all heads together"
             )
         method = Dense()  # or trained, which auto takes where the model picks what it reads
+    if is_here(bill):
+        method = _on_this_machine(shape, method)
     return Asked(shape, bill, method, batch, named, accepted)
+
+
+def is_here(bill: Bill) -> bool:
+    """Whether this machine's GPU is the card that a bill is of."""
+    if not torch.cuda.is_available():
+        return False
+    name = card_name(CUDA)
+    return name == bill.card or (OWN_CARD in name and OWN_CARD in bill.card)
+
+
+def _on_this_machine(shape: Shape, method: Phase) -> Phase:
+    """The method with the crossovers that `apply` gives it for such a model on this machine."""
+    return method.on_this_machine(
+        LayerShape(shape.heads or 0, shape.heads_kv, shape.head_dim, 0.0, False, CUDA)
+    )
 
 
 def seconds(asked: Asked, tokens: int) -> float | None:
@@ -170,6 +189,15 @@ def serves_from(asked: Asked) -> int | None:
     return None if least >= NEVER else least
 
 
+def origin(method: Phase) -> str | None:
+    """Where the crossover of a method comes from; None where it has none."""
+    if not isinstance(method, DenseBelow):
+        return None
+    if method.min_tokens is None and method.here is None:
+        return f"as measured on an {OWN_CARD}"
+    return method.origin(CUDA).removeprefix(", ")
+
+
 def steps(asked: Asked, contexts: Iterable[int]) -> list[dict[str, float | None]]:
     """A step of each context that the model reads: `tokens`; milliseconds `dense_ms` and
     `METHOD_ms`, `speedup`, and `METHOD_tokens_per_s` of the whole batch; GB that the caches take,
@@ -212,8 +240,8 @@ def steps(asked: Asked, contexts: Iterable[int]) -> list[dict[str, float | None]
 
 def facts(asked: Asked, contexts: Iterable[int]) -> dict[str, Any]:
     """What `tables` and `notes` tell, for a program. `pays_from` is the crossover by bytes, and
-    `serves_from` the length below which attnplug runs dense; lengths in tokens, None where there
-    is none, and `positions` None where only the model's shape is known."""
+    `serves_from` the length below which attnplug runs dense, with its `origin`; lengths in tokens,
+    None where there is none, and `positions` None where only the model's shape is known."""
     return {
         "policy": str(asked.method),
         "batch": asked.batch,
@@ -221,6 +249,7 @@ def facts(asked: Asked, contexts: Iterable[int]) -> dict[str, Any]:
         "positions": asked.shape.positions,
         "pays_from": pays_from(asked),
         "serves_from": serves_from(asked),
+        "origin": origin(asked.method),
         "accepted": asked.accepted if isinstance(asked.method, Exact) else None,
         "bill": asked.bill.source,
         "not_predicted": not_predicted(asked),
@@ -230,8 +259,7 @@ def facts(asked: Asked, contexts: Iterable[int]) -> dict[str, Any]:
 
 def not_predicted(asked: Asked) -> list[str]:
     """What the bill cannot tell of the policy, a sentence each."""
-    method, shape = asked.method, asked.shape
-    found = []
+    method, found = asked.method, []
     if isinstance(method, Certified):
         found.append(
             "The time of a step is not predicted, because it depends on how many originals the "
@@ -257,26 +285,29 @@ def not_predicted(asked: Asked) -> list[str]:
             "The time of a step is not predicted, because this model's cache holds latents or the "
             "model picks what its layers read, and the bill was fitted to keys and values."
         )
-    return found + _besides(asked.policy, shape.shared > 0)
+    return found + _besides(asked)
 
 
-def _besides(policy: Policy | None, picks: bool) -> list[str]:
-    """The same of the policy's other methods. `picks`: whether the model may pick what it reads."""
+def _besides(asked: Asked) -> list[str]:
+    """The same of the policy's other methods."""
+    policy = asked.policy
     if policy is None:
         return []
     assert policy.prefill is not None  # filled by the policy itself
     found, prefill = [], _chosen(policy.prefill, "prefill")
+    if is_here(asked.bill):
+        prefill = _on_this_machine(asked.shape, prefill)
     if isinstance(prefill, DenseBelow):
         found.append(
-            f"{prefill.name} serves prompts from {prefill.crossover(CUDA):,} tokens on; how long a "
-            "prompt takes is not predicted."
+            f"{prefill.name} serves prompts from {prefill.crossover(CUDA):,} tokens on, "
+            f"{origin(prefill)}; how long a prompt takes is not predicted."
         )
     if policy.trace is not None:
         found.append(
             f"{policy.trace.name} changes no step; how much longer a recorded one takes is not "
             "predicted."
         )
-    if policy.trained is not None and not picks:
+    if policy.trained is not None and not asked.shape.shared:  # else the model may pick
         found.append(
             f"No layer of this model picks what it reads: {policy.trained.name} serves none."
         )
@@ -286,7 +317,7 @@ def _besides(policy: Policy | None, picks: bool) -> list[str]:
 def notes(asked: Asked) -> str:
     """From where on it pays and serves, and what the bill leaves out, a sentence a line."""
     method, shape = asked.method, asked.shape
-    told = [_pays(asked), _serves(asked)]
+    told = [_pays(asked), _serves(asked), _elsewhere(asked)]
     if shape.positions is not None:
         least = serves_from(asked)
         never = least is None or least > shape.positions
@@ -325,8 +356,28 @@ def _serves(asked: Asked) -> str:
         return chosen + ("" if chosen else "Every decode step is dense.")
     if least is None:
         asks = serving(method)
-        return f'{chosen}attnplug runs dense in every cache, unless you ask for "{asks}".'
-    return f"{chosen}attnplug runs dense in caches below {least:,} tokens."
+        told = f"runs dense in every cache, {origin(method)}, unless you ask for"
+        return f'{chosen}attnplug {told} "{asks}".'
+    where = origin(method)
+    where = f", {where}" if where else ""  # a method of the user's may have no crossover
+    return f"{chosen}attnplug runs dense in caches below {least:,} tokens{where}."
+
+
+def _elsewhere(asked: Asked) -> str:
+    """That the lengths are not this machine's, where the bill is of another card, and its own."""
+    method, bill = asked.method, asked.bill
+    asks = isinstance(method, DenseBelow) and method.min_tokens is None
+    if not asks or is_here(bill):
+        return ""
+    of = f"an {OWN_CARD}" if OWN_CARD in bill.card else bill.card or "a card that no row names"
+    told = f"The bill is of {of}, which this machine lacks: no file of `attnplug tune` is read."
+    if not torch.cuda.is_available():
+        return told
+    own = _on_this_machine(asked.shape, method)
+    least = serves_from(asked._replace(method=own))
+    serves = "at no length" if least is None else f"from {least:,} tokens on"
+    told = f"The bill is of {of}, and this machine has an {card_name(CUDA)}"
+    return f"{told}, where {method.name} serves {serves}, {origin(own)}."
 
 
 def tables(asked: Asked, contexts: Iterable[int]) -> list[Table]:

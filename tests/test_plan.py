@@ -10,12 +10,13 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from attnplug import Certified, Exact, Gather, Gvr, Sketch, plan, plan_map
+from attnplug import Certified, Exact, Gather, Gvr, Sketch, plan, plan_answer, plan_map
 from attnplug.cli import app
 from attnplug.errors import ArgumentError
+from attnplug.ops.common.device import Card
 from attnplug.plan_answer import Asked, facts, notes, plan_for, read_options, serves_from, steps
 from attnplug.plan_memory import memory_of
-from attnplug.policies import names, parse
+from attnplug.policies import crossover, names, parse, tuned
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
 
@@ -309,6 +310,57 @@ def asked_for(policy: str, shape=plan.SHAPES["qwen2.5-7b"], batch: int = 1, **mo
     return plan_for(shape, plan.H200, read_options([8192], batch, policy, **more), batch, **more)
 
 
+@pytest.fixture
+def tuned_here(tmp_path, monkeypatch):
+    """Has torch see a GPU of this name, for which `attnplug tune` has kept a file."""
+
+    def see(name):
+        card = Card.made("nvidia", (8, 9), 58, 101376, 3e11)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+        monkeypatch.setattr(crossover, "card", lambda _: card)
+        monkeypatch.setenv(tuned.PATH, str(tmp_path / "crossovers.json"))
+        kept = {"gather": {"row": 3000, "alone": 7000}, "momo": {"row": 5000, "alone": 5000}}
+        tuned.keep(torch.device("cuda"), "28/4x128", "2026-01-02", kept)
+
+    return see
+
+
+def test_what_was_tuned_on_the_card_of_the_bill_is_told(tuned_here, monkeypatch):
+    before = notes(asked_for("momo+gather"))
+    assert "below 65,536 tokens, as measured on an H200." in before
+    assert "an H200, which this machine lacks: no file of `attnplug tune` is read." in before
+    tuned_here("NVIDIA H200 NVL")
+    asked, day = asked_for("momo+gather", batch=2), "as measured on this machine on 2026-01-02"
+    said = notes(asked)
+    assert f"runs dense in caches below 5,000 tokens, {day}." in said and "lacks" not in said
+    assert f"momo serves prompts from 5,000 tokens on, {day};" in said
+    told = facts(asked, [8192])
+    assert (told["serves_from"], told["origin"]) == (5000, day)
+    assert plan_map.gains(asked.shape, plan.H200, plan_answer.mapped(asked.method))[0, 1] != 1
+    sketch = notes(asked_for("sketch"))  # which was not measured
+    assert "below 98,304 tokens" not in sketch and "scaled from an H200's by bandwidth" in sketch
+    asked = asked_for("gather(min_tokens=300)")
+    assert "below 300 tokens, as min_tokens asks." in notes(asked)
+
+
+def test_what_was_tuned_on_another_card_is_told_beside_the_bills(tuned_here):
+    tuned_here("NVIDIA L4")
+    asked = asked_for("momo+gather")
+    said, day = notes(asked), "as measured on this machine on 2026-01-02"
+    assert "below 65,536 tokens, as measured on an H200." in said
+    assert f"has an NVIDIA L4, where gather serves from 7,000 tokens on, {day}." in said
+    assert facts(asked, [8192])["serves_from"] == 65536
+    measured = [row | {"gpu": "NVIDIA L4"} for row in rows(BILL)]
+    bill = plan.fit(measured).bill
+    assert bill.card == "NVIDIA L4" and not plan.fit([*measured, *rows(BILL)]).bill.card
+    named = read_options([8192], 1, "momo+gather")
+    said = notes(plan_for(plan.SHAPES["qwen2.5-7b"], bill, named))
+    assert f"below 7,000 tokens, {day}." in said and "65,536" not in said
+    said = notes(plan_for(plan.SHAPES["llama-3.1-8b"], bill, named))  # of other heads
+    assert "below 14,336 tokens, scaled from an H200's by bandwidth" in said
+
+
 @pytest.mark.parametrize("policy", ["momo", "stream", "trained", "momo+trained+stream", "dense"])
 def test_a_policy_that_decodes_by_dense_gets_dense_steps(policy):
     asked = asked_for(policy, batch=4)
@@ -369,7 +421,7 @@ def test_what_certified_keeps_is_on_the_gpu_and_on_the_host():
     assert step["certified_ms"] is None and step["speedup"] is None
     said = notes(asked)
     assert "The time of a step is not predicted" in said and "By bytes" not in said
-    assert 'dense in every cache, unless you ask for "certified(min_tokens=0)"' in said
+    assert 'dense in every cache, as measured on an H200, unless you ask for "certified(min' in said
     assert serves_from(asked) is None
     bound = Certified(tolerance=None, k_min=2, explore=0.0)
     assert serves_from(asked._replace(method=bound)) == 65536

@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from attnplug import files
-from attnplug.bench.quick import PLANS, PREFILLS, SHORTEST, Heads, Plan, measure
+from attnplug.bench.quick import DECODES, PLANS, PREFILLS, SHORTEST, Heads, Plan, measure
 from attnplug.bench.rows import Row
 from attnplug.errors import ArgumentError
 from attnplug.extras import require
 from attnplug.models.layers import config_heads
 from attnplug.models.pretrained import damaged, first_line, text_config
+from attnplug.policies import methods
+from attnplug.policies.crossover import NEVER, DenseBelow
 
 
 def heads_of(model: str | None) -> Heads:
@@ -64,10 +66,24 @@ def run(
     files.write_text(written[0], json.dumps({"rows": rows}, indent=1) + "\n")
     draw(rows, plan, written[1])
     console.print(table(rows, plan))
-    for line in left_out:
+    for line in [*left_out, *crossovers(heads, device)]:
         console.print(line, highlight=False, markup=False)
     console.print(f"wrote {', '.join(map(str, written))}", highlight=False, markup=False)
     return rows
+
+
+def crossovers(heads: Heads, device: str) -> list[str]:
+    """From which length on each method serves such heads here by default, and where that comes
+    from, a line each: what `apply` reads, the file of `attnplug tune` too."""
+    shape, found = heads.shape(device), []
+    for name in (*DECODES, *PREFILLS):
+        method = methods()[name]().on_this_machine(shape)
+        if isinstance(method, DenseBelow):
+            tokens = method.crossover(shape.device)
+            serves = "at no length" if tokens >= NEVER else f"from {tokens:,} tokens on"
+            origin = method.origin(shape.device) or ", by default"
+            found.append(f"{name} serves {serves}{origin}")
+    return found
 
 
 def title(rows: Sequence[Row], plan: Plan) -> str:

@@ -14,7 +14,8 @@ from attnplug.bench.rows import make_row
 from attnplug.bench.timing import quantiles, time_on_cpu
 from attnplug.cli import app
 from attnplug.models.cache import PlugLayer
-from attnplug.policies import AttentionCall, Dense, methods
+from attnplug.policies import AttentionCall, Dense, methods, tuned
+from attnplug.policies.crossover import NEVER
 
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 HEADS = quick.Heads(4, 2, 64)
@@ -40,6 +41,24 @@ def test_the_command_writes_rows_a_plot_and_a_table(tmp_path, monkeypatch):
             (rows[0]["gpu"], "sdpa", None)
         }
         assert row["options"].endswith("cpu")
+
+
+def test_the_command_tells_from_where_on_methods_serve(tmp_path, monkeypatch):
+    monkeypatch.setitem(quick.PLANS, "cpu", TINY)
+    monkeypatch.setattr(command, "heads_of", lambda model: HEADS)
+    monkeypatch.setattr(command, "measure", lambda *_: iter([]))
+    monkeypatch.setattr(command, "draw", lambda *_: None)
+    monkeypatch.setenv(tuned.PATH, str(tmp_path / "crossovers.json"))
+    kept = {"gather": {"row": 300, "alone": 700}, "sketch": {"row": NEVER, "alone": NEVER}}
+    tuned.keep(torch.device("cpu"), "4/2x64", "2026-01-02", kept)
+    result = runner.invoke(app, ["bench", "--quick", "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    day = "as measured on this machine on 2026-01-02"
+    assert f"gather serves from 700 tokens on, {day}\n" in result.output
+    assert f"sketch serves at no length, {day}\n" in result.output
+    assert "gvr serves from 524,288 tokens on, by default\n" in result.output
+    assert "certified serves at no length, by default\n" in result.output
+    assert "momo serves from 65,536 tokens on, by default\n" in result.output
 
 
 @pytest.mark.parametrize("batch", [1, 3])
