@@ -238,7 +238,7 @@ def _record(telemetry, bounds, rungs, tokens, tail, whole, limit):
     """Add one step to the telemetry of each head. `limit`: what a head's bound may be."""
     bounds, rungs = (x.unflatten(1, (tokens.shape[1], -1)) for x in (bounds, rungs))
     own = telemetry[:, :, : rungs.shape[2]].unbind(-1)
-    fields = dict(zip(TELEMETRY, own, strict=True))
+    fields: dict[str, torch.Tensor] = dict(zip(TELEMETRY, own, strict=True))
     fields["steps"] += 1
     for name in ("needed", "values", "head", "row", "ranking", "boundary", "bound"):
         fields[name] += (rungs & RUNGS[name]) > 0

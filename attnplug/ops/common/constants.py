@@ -4,7 +4,8 @@ At every launch Triton compares each global that a kernel uses with what it was 
 compiled, and `tl.constexpr` makes two objects of itself for each comparison: 0.2 us a constant.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from attnplug.ops.common.triton import tl
 
@@ -35,5 +36,4 @@ class Constant(tl.constexpr):
 def table_of(names: dict[str, Any]) -> Any:
     """All `Constant`s among a module's `names`, as one table."""
     fields = {name: value for name, value in names.items() if type(value) is Constant}
-    table = NamedTuple("Table", [(name, Constant) for name in fields])  # pyright: ignore[reportGeneralTypeIssues]
-    return Constant(table(**fields))
+    return Constant(namedtuple("Table", fields)(**fields))

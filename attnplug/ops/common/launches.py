@@ -85,7 +85,8 @@ class Chain(NamedTuple):
         if self.scratch:
             scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
             begins.append(scratch.data_ptr())
-        stream = driver.active.get_current_stream(device.index)
+        # The base class of Triton's drivers does not declare it.
+        stream = driver.active.get_current_stream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
         for run, grid, kernel, values, holes in self.launches:
             own = values.copy()
             for at, what in holes:
@@ -179,9 +180,9 @@ def _launch(
         if what is not value:
             holes.append((i, what))
         values.append(None if what is not value else value)
-    size = (*grid, 1, 1)[:3]
+    x, y, z = (*grid, 1, 1)[:3]
     kernel_of = compiled.function, compiled.packed_metadata
-    return Launch(compiled.run, size, kernel_of, values, holes)
+    return Launch(compiled.run, (x, y, z), kernel_of, values, holes)
 
 
 def _what(value: Any, known: list[Extent], offsets: dict[Extent, int]) -> Any:

@@ -19,7 +19,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     numba's own raises as soon as a module is imported, even on a GPU, where no reference runs."""
 
     def compile_once(function: Callable[..., Any]) -> Any:
-        compiled = numba.njit(**options)(function)
+        compiled: Any = numba.njit(**options)(function)  # a Dispatcher, whose _cache is not typed
         try:
             compiled._cache = OptionalCache(function)
         except RuntimeError:  # numba may write neither beside the file nor in the user's folder

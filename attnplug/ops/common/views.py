@@ -107,7 +107,8 @@ def begin_of(cache, b, h):
 
 
 def query_of(q: torch.Tensor) -> Query:
-    return Query(q, *q.stride()[:3], q.shape[2])
+    b, h, t = q.stride()[:3]
+    return Query(q, b, h, t, q.shape[2])
 
 
 def cache_of(
@@ -116,9 +117,10 @@ def cache_of(
     table: torch.Tensor | None = None,
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> Cache:
-    v_strides = (None,) * 3 if v is None else v.stride()[:3]
+    k_b, k_h, k_s = k.stride()[:3]
+    v_b, v_h, v_s = (None, None, None) if v is None else v.stride()[:3]
     table_b = None if table is None else table.stride(0)
-    return Cache(k, v, *k.stride()[:3], *v_strides, table, table_b, *scales)
+    return Cache(k, v, k_b, k_h, k_s, v_b, v_h, v_s, table, table_b, *scales)
 
 
 def rows_of(

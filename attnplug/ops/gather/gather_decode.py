@@ -118,14 +118,15 @@ class Call(arguments_of(NAME + SCHEMA.format(lengths="Tensor"))):
     __slots__ = ()
 
 
-def selection(call: Any, lengths: torch.Tensor) -> tuple[Any, ...]:
+# No types of what these return: pyright works out how many arguments it is.
+def selection(call: Any, lengths: torch.Tensor):
     """The arguments of `select_blocks` in those of a decode step, in the order of its schema."""
     tensors = call.q, call.k, call.bounds, call.progress
     choice = call.block, call.top_k, call.sink, call.local, call.scoring
     return *tensors, *choice, lengths, call.start, call.key_mask
 
 
-def attention(call: Any, index: torch.Tensor, lengths: torch.Tensor) -> tuple[Any, ...]:
+def attention(call: Any, index: torch.Tensor, lengths: torch.Tensor):
     """The arguments of `gather_attention` in those of a decode step, in the order of its schema."""
     blocks = call.scale, call.block, call.sink, call.local
     rows = lengths, call.start, call.key_mask

@@ -180,15 +180,15 @@ def _check_near(call: Call) -> None:
     rows, width, blocks = tuple(k.shape[:2]), k.shape[3], -(-k.shape[2] // block)
     least = min(call.sink + call.top_k, blocks)
     require(count >= least, NAME, f"near has {count} slots, needs sink + top_k = {least}")
-    wanted = ResidentBlocks(
-        ring=((*rows, 2, call.local * block, width), k.dtype),
-        slots=((*rows, count, 2, block, width), k.dtype),
-        table=((*rows, blocks), torch.int32),
-        owner=((*rows, count), torch.int32),
-        used=((*rows, count), torch.int32),
-        counters=((*rows, 3), torch.int64),
+    wanted = (
+        ("ring", k.dtype, (*rows, 2, call.local * block, width)),
+        ("slots", k.dtype, (*rows, count, 2, block, width)),
+        ("table", torch.int32, (*rows, blocks)),
+        ("owner", torch.int32, (*rows, count)),
+        ("used", torch.int32, (*rows, count)),
+        ("counters", torch.int64, (*rows, 3)),
     )
-    for label, tensor, (shape, dtype) in zip(near._fields, near, wanted, strict=True):
+    for tensor, (label, dtype, shape) in zip(near, wanted, strict=True):
         check_tensor(NAME, f"near.{label}", tensor, dtype, shape, k.device)
 
 

@@ -308,16 +308,15 @@ def _exponentials(p, visible, mask, scale, softcap):
 def launch_query_sparse_attention(*args):
     """The kernel on the current device, or Triton's interpreted on CPU tensors
     (TRITON_INTERPRET=1). Which one runs is decided by what the host knows, no value is read."""
-    call, outputs = Call(*args[:-4]), args[-4:]
-    out, lse, index, score = outputs
+    call, (out, lse, index, score) = Call(*args[:-4]), args[-4:]
     if out.numel() == 0:
         return
-    tensors = args[:3]
+    tensors = call.q, call.k, call.v
     plain = call.start is None and call.key_mask is None and call.softcap == 0.0
     selects = _hopper_selects(call.block, call.top_k, call.exact_k, call.algorithm)
     if plain and selects and _hopper.serves(*tensors):
         choice = call.scale, call.gamma, call.exact_k, call.lengths
-        _hopper.launch_query_sparse(*tensors, *choice, *outputs)
+        _hopper.launch_query_sparse(*tensors, *choice, out, lse, index, score)
         return
     launch_triton(**call._asdict(), out=out, lse=lse, index=index, score=score)
 

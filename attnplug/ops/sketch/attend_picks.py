@@ -240,7 +240,8 @@ def launch_attend_picks(*args, warps=4, chained=False, fetched=False):
         q=query_of(q),
         cache=cache_of(k, v),
         projected=projection_of(call.projected),
-        codes=Codes(fine, coarse, None, None),
+        # The kernel reads no others of the codes.
+        codes=Codes(fine, coarse, None, None),  # pyright: ignore[reportArgumentType]
         picks=picks,
         cut=call.cut,
         norm=call.norm,

@@ -223,8 +223,9 @@ class _OverLink:
         if key_mask is not None:
             self.mask = q.new_empty((batch, FIXED), dtype=torch.bool)
         self._stage(q, k, v, new, recent, encoder, codes, lengths, start, key_mask)
+        near_k, near_v = self.fixed.tokens.unbind(2)
         prepare.launch_prepare_query(
-            *(q, *self.fixed.tokens.unbind(2), queries, scale, self.lengths, None, self.mask),
+            *(q, near_k, near_v, queries, scale, self.lengths, None, self.mask),
             *(softcap, projected, fixed_out, fixed_lse),
             new=new,
             **more,

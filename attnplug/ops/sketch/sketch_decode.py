@@ -13,7 +13,8 @@ and picks of its own, as if the tokens behind its own had not come.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -201,7 +202,7 @@ def _write(call: Call, full: torch.Tensor) -> torch.Tensor | None:
     return lengths
 
 
-def _cpu(*args, count=True, prepare_query=prepare._prepare_query):
+def _cpu(*args, count=True, prepare_query: Callable[..., Any] = prepare._prepare_query):
     """A step a query; a cache that is elsewhere brings its own way to read the fixed part."""
     call, (out, lse) = Call(*args[:-2]), args[-2:]
     queries, whole = call.q.shape[2], call.lengths
