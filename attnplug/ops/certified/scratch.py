@@ -160,12 +160,12 @@ def place_item(item, of_set, keep, numbers, there, owner, used, now, OF: tl.cons
     slot = tl.max(tl.where(there & (owner == item), numbers, -1), 0)
     free = there & (numbers % OF == of_set) & (used < now - 1)
     oldest = tl.min(tl.where(free, (used.to(tl.int64) << 20) + numbers, 1 << 62), 0)
-    fresh = (slot < 0) & keep & (oldest < 1 << 62)
-    given = (oldest & 0xFFFFF).to(tl.int32)
-    at = there & (numbers == tl.where(slot >= 0, slot, tl.where(fresh, given, -1)))
+    fresh = (slot < 0) & keep & (oldest < 1 << 62)  # pyright: ignore[reportOperatorIssue]
+    given = (oldest & 0xFFFFF).to(tl.int32)  # pyright: ignore[reportOperatorIssue]
+    at = there & (numbers == tl.where(slot >= 0, slot, tl.where(fresh, given, -1)))  # pyright: ignore[reportOperatorIssue]
     owner = tl.where(at, item, owner)
     used = tl.where(at, now, used)
-    return tl.where(slot >= 0, slot, tl.where(fresh, -2 - given, -1)), owner, used
+    return tl.where(slot >= 0, slot, tl.where(fresh, -2 - given, -1)), owner, used  # pyright: ignore[reportOperatorIssue]
 
 
 @triton.jit

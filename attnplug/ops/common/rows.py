@@ -2,6 +2,9 @@
 many of its blocks have summaries ("progress"). For launchers, CPU references and kernels.
 """
 
+# Kernels read fields of constants, which pyright takes for plain `constexpr`s.
+# pyright: reportAttributeAccessIssue=false
+
 import numpy as np
 import torch
 
@@ -55,7 +58,7 @@ def row_of(b, STEPS: tl.constexpr):
 
 
 @triton.jit
-def row_span(rows, b, STEPS: tl.constexpr, NEW: tl.constexpr = 0, BYPASS_L1: tl.constexpr = 1):
+def row_span(rows, b, STEPS: tl.constexpr, NEW: tl.constexpr = 0, BYPASS_L1: tl.constexpr = 1):  # pyright: ignore[reportArgumentType]
     """(length, first real key) of row b, int32; of one of its QUERIES the tokens up to its own, as
     if those behind it had not come. NEW tokens are not counted in `rows.lengths` yet; a
     length of S + NEW then says that the cache is full, and one of 0 where NEW is 1 that the length

@@ -107,9 +107,9 @@ def merge_splits(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
     lengths=None,
-    counters: tl.constexpr = 0,
+    counters: tl.constexpr = 0,  # pyright: ignore[reportArgumentType]
     row_lengths=None,
-    ROW_STEP: tl.constexpr = 0,
+    ROW_STEP: tl.constexpr = 0,  # pyright: ignore[reportArgumentType]
     kept_splits=None,
     whole_splits=None,
 ):

@@ -11,6 +11,9 @@ Sources: Dao et al., Flash-Decoding for long-context inference (2023); online so
 Gimelshein, arXiv:1805.02867; sinks as in gpt-oss.
 """
 
+# `_attend` reads fields of constants, which pyright takes for plain `constexpr`s.
+# pyright: reportAttributeAccessIssue=false
+
 import torch
 
 from attnplug.errors import ArgumentError
@@ -200,7 +203,7 @@ def _attend(
     query = tl.load(q_at + d[None, :], mask=in_rows[:, None] & in_width[None, :], other=0.0)
 
     # BYPASS_L1=0: this kernel starts only when the ones in front of it have ended.
-    length, low = row_span(rows, b, STEPS, BYPASS_L1=0)
+    length, low = row_span(rows, b, STEPS, BYPASS_L1=0)  # pyright: ignore[reportArgumentType]
     position = length - q.T + t
     if WINDOWED:
         low = tl.maximum(low, length - q.T + block * ROWS // GROUP - window + 1)
@@ -245,7 +248,7 @@ def _attend(
         if WINDOWED:
             seen = seen & ((at + n)[None, :] > position[:, None] - window)
         if rows.key_mask is not None:
-            seen = seen & (visible != 0)[None, :]
+            seen = seen & (visible != 0)[None, :]  # pyright: ignore[reportIndexIssue]
         s = tl.where(seen, s, float("-inf"))
         p, decay, top, total = online_softmax(s, top, total)
         if cache.table is None:
@@ -258,7 +261,8 @@ def _attend(
             following = at + TILE + n
             pages = page_of(row_table, following, following < high, PAGE)
         if rows.key_mask is not None:
-            value = tl.where((visible != 0)[:, None], value, 0.0)  # 0 times a hidden NaN is NaN
+            # 0 times a hidden NaN is NaN.
+            value = tl.where((visible != 0)[:, None], value, 0.0)  # pyright: ignore[reportIndexIssue]
             # A tile ahead: bytes cannot be copied asynchronously, the turn hides their latency.
             visible = tl.load(mask_at + at - low + TILE, mask=at + TILE + n < high, other=0)
         acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")

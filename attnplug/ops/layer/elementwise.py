@@ -60,7 +60,8 @@ def rms_norm(
     warps = max(1, min(8, block * block_rows // 512))
     shape = width, unit_offset, block_rows, block
     grid = (triton.cdiv(rows, block_rows),)
-    _rms_norm[grid](flat, weight, out, rows, flat.stride(0), eps, *shape, num_warps=warps)
+    # An option of the launch is no parameter of the kernel, and only the kernel's type is known.
+    _rms_norm[grid](flat, weight, out, rows, flat.stride(0), eps, *shape, num_warps=warps)  # pyright: ignore[reportCallIssue]
     return out
 
 
@@ -167,11 +168,10 @@ def rotate(
     parts = triton.cdiv(heads_q, block_heads) + triton.cdiv(heads_kv, block_heads)
     strides = [stride for x in (q, k, *made) for stride in (x.stride(0), x.stride(1), x.stride(2))]
     cos_row = 0 if cos.shape[0] == 1 else cos.stride(0)
-    shape = heads_q, heads_kv, half, block_heads, block
+    sizes = tokens, *strides, cos_row, heads_q, heads_kv, half, block_heads, block
+    grid = rows * tokens, parts
     # Two products and a sum: contracted, they would round once where torch rounds three times.
-    _rotate[rows * tokens, parts](
-        q, k, cos, sin, *made, tokens, *strides, cos_row, *shape, enable_fp_fusion=False
-    )
+    _rotate[grid](q, k, cos, sin, *made, *sizes, enable_fp_fusion=False)  # pyright: ignore[reportCallIssue]
     return made
 
 
@@ -209,5 +209,5 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid = gates.shape[0], triton.cdiv(width, COLUMNS)
     strides = gates.stride(0), ups.stride(0)
-    _gated[grid](gates, ups, out, *strides, width, ACTIVATIONS[activation], COLUMNS)
+    _gated[grid](gates, ups, out, *strides, width, ACTIVATIONS[activation], COLUMNS)  # pyright: ignore[reportArgumentType]
     return out
