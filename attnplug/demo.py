@@ -118,7 +118,8 @@ def run(
     `tokens` is the prompt's length (4,096 on CPU, 8,192 on CUDA; 160 to 8,192), `top_k` momo's
     blocks a query block. Raises ArgumentError, MissingPackageError, WeightsUnavailableError."""
     require("demo", "attnplug demo")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if tokens is None:
         tokens = TOKENS["cuda" if device.startswith("cuda") else "cpu"]
     if not SHORTEST <= tokens <= LONGEST:
