@@ -69,7 +69,7 @@ def kind_of(call: Any) -> Hashable:
     policies = tuple(str(binding.policy) for binding in call.bound.values())
     modules = [*all_modules(call.model)]
     types = tuple(map(type, modules))
-    held = (weight for each in modules for weight in vars(each)["_parameters"].values())
+    held = (weight for each in modules for weight in each._parameters.values())
     weights = tuple((weight.shape, weight.dtype) for weight in held if weight is not None)
     masked = "attention_mask" in call.inputs
     ends = 0 if call.ends is None else len(call.ends)
