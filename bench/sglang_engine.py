@@ -1,8 +1,7 @@
 """attnplug inside SGLang beside SGLang's own FlashAttention, on one GPU and in one run: the tokens
 of covering budgets, time to first token, and decode steps, of models with random bf16 weights.
 
-    source bench/sglang_setup.sh   # see bench/README.md
-    python3 bench/sglang_engine.py --shape qwen7b --policy momo+gather --out $OUT/sglang-qwen7b.json
+    bash bench/sglang_gpu.sh qwen7b --policy momo+gather   # see bench/README.md
 
 Not run on a GPU yet. Each engine runs in a process of its own, stock first; prompts are the same. A
 first token is a request for one token, after one of the same length that has warmed it; a step is
@@ -13,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import random
 import tempfile
 import time
@@ -76,6 +76,19 @@ def measure(job: dict[str, Any], answers: Any) -> None:
     answers.put(found)
 
 
+def answer_of(process: Any, answers: Any) -> dict[str, Any]:
+    """An engine's figures, or an end of this program where its process has ended without any."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            return answers.get(timeout=1)
+        except queue.Empty:
+            if not process.is_alive() and answers.empty():
+                raise SystemExit(f"the engine ended with status {process.exitcode}") from None
+    process.terminate()
+    raise SystemExit(f"the engine gave no figures within {SECONDS} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="tiny", choices=sorted(SHAPES))
@@ -93,7 +106,7 @@ def main() -> None:
             job = {"shape": given.shape, "policy": policy, "folder": folder, "cases": cases}
             process = context.Process(target=measure, args=(job, answers))
             process.start()
-            lines.append(answers.get(timeout=SECONDS))
+            lines.append(answer_of(process, answers))
             process.join()
             given.out.write_text("\n".join(map(json.dumps, lines)) + "\n")
     stock, covering = lines[:2]

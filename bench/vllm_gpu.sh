@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # attnplug inside vLLM on a bare machine with one CUDA GPU, in calls of 9 minutes:
 #
-#   bash bench/vllm_gpu.sh tests               # tests/serve/test_vllm_gpu.py; engines start together
+#   bash bench/vllm_gpu.sh tests [-k fp8]      # tests/serve/test_vllm_gpu.py; engines start together
 #   bash bench/vllm_gpu.sh speed qwen7b        # first tokens and steps beside stock vLLM: rows
 #   bash bench/vllm_gpu.sh decode qwen7b       # steps alone
 #   bash bench/vllm_gpu.sh load qwen7b         # a served load
@@ -28,7 +28,7 @@ tests() {
   local folder
   folder=$(mktemp -d)/tests # of its own: lanes may run others beside
   within python3 -m pytest -m gpu tests/serve/test_vllm_gpu.py -p no:cacheprovider -v -s \
-    --numprocesses 0 --tb=short --basetemp="$folder" >>"$out/vllm.log" 2>&1
+    --numprocesses 0 --tb=short --basetemp="$folder" "$@" >>"$out/vllm.log" 2>&1
   local status=$?
   # What engines were told and said, until a call was cut, but no weights.
   tar -czf "$out/vllm-jobs.tgz" --exclude='*.safetensors' -C "$folder" .
@@ -43,7 +43,7 @@ measure() { # parts of the bench
 }
 
 case $part in
-  tests) tests ;;
+  tests) tests "${@:2}" ;;
   speed) measure ttft,decode ;;
   decode) measure decode ;;
   load) measure load ;;
