@@ -130,6 +130,9 @@ def run(
     else:
         samples = folder / "samples.jsonl"
         outcome = run_study(network, tokenizer, name, study, samples)
+    if outcome.left_out and not outcome.records:
+        reasons = "; ".join(f"{cell}: {reason}" for cell, reason in outcome.left_out.items())
+        raise ArgumentError(f"nothing was measured: {reasons}")
     try:
         rows = make_rows(outcome.records)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -38,6 +38,11 @@ def test_the_command_writes_samples_rows_tables_and_a_heat_map(tiny, tokenizer, 
     assert runner.invoke(app, command).exit_code == 0
     assert (out / "samples.jsonl").read_bytes() == samples
     assert json.loads((out / "rows.json").read_text())["rows"] == written["rows"]
+    nothing = [*command[:-1], str(tmp_path / "none"), "--lengths", "4K,8K"]
+    result = runner.invoke(app, nothing)
+    assert result.exit_code == 1 and not (tmp_path / "none" / "tables.md").exists()
+    assert "error: nothing was measured: " in result.output
+    assert "4,096 tokens: the model has 1024 positions; 8,192 tokens: the" in result.output
     printed = runner.invoke(app, [*command, "--json"]).stdout
     assert json.loads(printed)["rows"] == written["rows"]
 
