@@ -369,14 +369,14 @@ def _elsewhere(asked: Asked) -> str:
     asks = isinstance(method, DenseBelow) and method.min_tokens is None
     if not asks or is_here(bill):
         return ""
-    of = f"an {OWN_CARD}" if OWN_CARD in bill.card else bill.card or "a card that no row names"
-    told = f"The bill is of {of}, which this machine lacks: no file of `attnplug tune` is read."
+    known = bill.card not in ("", "none")  # rows of several cards, or of a machine without
+    of = f"for the {bill.card.removeprefix('NVIDIA ')}" if known else "for no card that is known"
     if not torch.cuda.is_available():
-        return told
+        return f"The bill is {of}, and there is no GPU here: no file of `attnplug tune` is read."
     own = _on_this_machine(asked.shape, method)
     least = serves_from(asked._replace(method=own))
     serves = "at no length" if least is None else f"from {least:,} tokens on"
-    told = f"The bill is of {of}, and this machine has an {card_name(CUDA)}"
+    told = f"The bill is {of}. The GPU here is {card_name(CUDA)}"
     return f"{told}, where {method.name} serves {serves}, {origin(own)}."
 
 

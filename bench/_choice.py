@@ -21,7 +21,7 @@ NEEDS = (
     ("decode at nearly constant cost", "gather"),
     ("both", "momo+gather"),
     ("decode that finds single tokens and drops nothing", "sketch"),
-    ("the same in vLLM", "gvr"),
+    ("decode that finds single tokens, in vLLM", "gvr"),
     ("dense's own tokens, in fewer passes", "exact"),
     ("half the cache's GPU memory, with proof", "certified(min_tokens=0)"),
 )

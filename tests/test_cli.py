@@ -153,8 +153,8 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("plan", "qwen2.5-7b", "--batch", f"{2**63 - 1}"), "are more than 17,592,186,044,416"),
         (("run", "--", "-m", "no_such_module"), "run: there is no module 'no_such_module'"),
         (("run", "--", "-m", "json"), "run: there is no module 'json.__main__'"),
-        (("run", "--", "-m", ".json"), "run: there is no module '.json' to run (no package"),
-        (("run", "--", "-m", "json.tool.x"), "run: there is no module 'json.tool.x' to run"),
+        (("run", "--", "-m", ".json"), "run: there is no module '.json'"),
+        (("run", "--", "-m", "json.tool.x"), "run: there is no module 'json.tool.x'"),
         (("run", "--", "-m", ""), "run: there is no module ''"),
         (("run", "--", "-m", "sys"), "run: module 'sys' has no Python code to run"),
     ],
@@ -443,7 +443,7 @@ def test_a_trace_of_more_steps_than_the_model_reads_is_refused(tmp_path):
     out = tmp_path / "run.parquet"
     words = ("--prompt", "The needle is a pin.", "--new-tokens", str(1 << 32), "--out", str(out))
     result = run("trace", "smollm2-135m", *words)
-    assert result.exit_code == 1 and "the model reads at most 8,1" in result.stderr
+    assert result.exit_code == 1 and "the model reads at most 8,192" in result.stderr
     assert not out.exists()
 
 

@@ -329,7 +329,7 @@ def tuned_here(tmp_path, monkeypatch):
 def test_what_was_tuned_on_the_card_of_the_bill_is_told(tuned_here, monkeypatch):
     before = notes(asked_for("momo+gather"))
     assert "below 65,536 tokens, as measured on an H200." in before
-    assert "an H200, which this machine lacks: no file of `attnplug tune` is read." in before
+    assert "for the H200, and there is no GPU here: no file of `attnplug tune` is read." in before
     tuned_here("NVIDIA H200 NVL")
     asked, day = asked_for("momo+gather", batch=2), "as measured on this machine on 2026-01-02"
     said = notes(asked)
@@ -349,7 +349,7 @@ def test_what_was_tuned_on_another_card_is_told_beside_the_bills(tuned_here):
     asked = asked_for("momo+gather")
     said, day = notes(asked), "as measured on this machine on 2026-01-02"
     assert "below 65,536 tokens, as measured on an H200." in said
-    assert f"has an NVIDIA L4, where gather serves from 7,000 tokens on, {day}." in said
+    assert f"The GPU here is NVIDIA L4, where gather serves from 7,000 tokens on, {day}." in said
     assert facts(asked, [8192])["serves_from"] == 65536
     measured = [row | {"gpu": "NVIDIA L4"} for row in rows(BILL)]
     bill = plan.fit(measured).bill

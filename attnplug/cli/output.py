@@ -77,10 +77,9 @@ def clear_errors() -> Iterator[None]:
 
 
 def is_of_memory(error: Exception) -> bool:
-    """Whether memory of the machine or of a GPU was refused. torch has a class for the GPU's alone,
-    and is not imported for this."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
+    """Whether memory of the machine or of a GPU was refused; torch has several classes for it."""
+    told = ("DefaultCPUAllocator", "out of memory")  # the latter by CUDA, where torch asked it
+    return isinstance(error, MemoryError) or any(words in str(error) for words in told)
 
 
 def first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from attnplug.cli.output import clear_errors, console
+from attnplug.cli.output import clear_errors, console, print_error
 
 
 def run(
@@ -24,4 +24,8 @@ def run(
         policies.parse(policy)  # a typing mistake should not wait for the weights
         found = program.find(context.args)
     said = console(stderr=True)
-    found.run(policy, lambda text: said.print(text, soft_wrap=True))
+    try:
+        found.run(policy, lambda text: said.print(text, soft_wrap=True))
+    except program.NoModuleError as error:
+        print_error(error)
+        raise typer.Exit(1) from error

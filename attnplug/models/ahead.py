@@ -27,12 +27,13 @@ from attnplug.models.sliding import SlidingLayer
 from attnplug.models.walk import all_modules
 
 Due = Sequence[Sequence[PlugLayer]]  # as `due_layers` gives them
+PLAIN = frozenset({bool, str, list})
 
 
 def capture_ahead(call: Any, step: Step, due: Due, arguments: Sequence[Any]) -> None:
-    """Capture `step` of `arguments`, the first of a call of `Decoding`, whose `due` layers are to
-    be prepared. Nothing where a step of this kind has not been captured before: the first one then
-    runs as it is, for what it does on the host alone."""
+    """Capture `step` of `arguments`, the first of a call of `Decoding`, in front of what its `due`
+    layers want prepared, if any do. Nothing where no step of this kind has been captured behind
+    another one: the first step then runs as it is, for what it does on the host alone."""
     if not isinstance(step, PatientStep) or not step.is_first:
         return
     if call.last < call.length + 2:  # no second step, which is the one that is captured
@@ -41,7 +42,7 @@ def capture_ahead(call: Any, step: Step, due: Due, arguments: Sequence[Any]) -> 
     late = all(layer.is_expected is not None for layer in layers)
     if not (late if layers else _reads_densely(call)):
         return
-    kind = kind_of(call)
+    kind = kind_of(call, arguments)
     if kind is not None:
         with _expected(layers):
             step.ahead(kind, *arguments)
@@ -54,27 +55,33 @@ def _reads_densely(call: Any) -> bool:
     return dense and all(isinstance(each, (PlugLayer, SlidingLayer)) for each in call.cache.layers)
 
 
-def kind_of(call: Any) -> Hashable:
-    """What says which kernels a step of a call runs. None where a first step may do more than the
-    next ones: over a cache of the caller's, recorded, or in autocast, which casts weights once."""
+def kind_of(call: Any, arguments: Sequence[Any]) -> int | None:
+    """What says which kernels a step of a call runs, as a hash, of which a model may keep many.
+    None where a first step may do more than the next ones: over a cache of the caller's, recorded,
+    or in autocast, which casts weights once."""
     given = getattr(call.cache, "_is_user_defined", False)
     traced = any(binding.trace_to is not None for binding in call.bound.values())
     if given or traced or autocast_dtype(call.device) is not None:
         return None
-    layers = tuple(
-        (type(layer), layer.keys.shape, layer.keys.dtype)
-        for layer in call.cache.layers
-        if getattr(layer, "keys", None) is not None
-    )
+    layers = tuple((type(x), _form(getattr(x, "keys", None))) for x in call.cache.layers)
     policies = tuple(str(binding.policy) for binding in call.bound.values())
-    modules = [*all_modules(call.model)]
-    types = tuple(map(type, modules))
-    held = (weight for each in modules for weight in each._parameters.values())
-    weights = tuple((weight.shape, weight.dtype) for weight in held if weight is not None)
-    masked = "attention_mask" in call.inputs
-    ends = 0 if call.ends is None else len(call.ends)
-    flags = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), call.greedy, masked, ends
-    return layers, policies, types, weights, flags
+    flags = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), call.greedy
+    fed = tuple(map(_form, arguments))
+    return hash((layers, policies, flags, fed, *map(_state, all_modules(call.model))))
+
+
+def _form(value: Any) -> Hashable:
+    """What kernels depend on of a tensor; of anything else, nothing."""
+    tensor = isinstance(value, torch.Tensor)
+    return (value.shape, value.dtype, value.device) if tensor else None
+
+
+def _state(module: torch.nn.Module) -> Hashable:
+    """What a module's forward may depend on: its type, the form of its weights, and what it keeps
+    of plain values, as a layer of adapters keeps which of them is on."""
+    weights = tuple(map(_form, module._parameters.values()))
+    values = (str(x) if type(x) is list else x for x in vars(module).values() if type(x) in PLAIN)
+    return type(module), weights, *values
 
 
 @contextmanager

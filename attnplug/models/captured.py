@@ -9,7 +9,7 @@ step, a graph serves later calls of generate, too, which are about the same memo
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,23 +22,24 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]  # what is to run in
 
 
 class CapturedStep:
-    """Runs the first step of a call as it is, for what it does on the host; captures the second,
-    and replays it from there on. `begin` starts a call: nobody knows what has changed on the host
-    since the last one, such as an adapter, a hook, or what autocast has cast before."""
+    """Runs the first step of a call as it is, for what it does on the host, unless `ahead` has
+    captured it; captures the second, and replays it from there on. `begin` starts a call: nobody
+    knows what has changed on the host since the last one, such as a hook, or what autocast has cast
+    before."""
 
     def __init__(self, step: Step):
         self.step = step
         self.replay: Replay | None = None
         self.first = True
         self.stream: torch.cuda.Stream | None = None
-        self.kind: Hashable = None  # of the call, where it was told
-        self.known: set[Hashable] = set()  # kinds of calls that were captured behind a first step
+        self.kind: int | None = None  # of the call, where it was told
+        self.known: set[int] = set()  # kinds of calls that were captured behind a first step
 
     def begin(self) -> None:
         """A call of generate begins."""
         self.replay, self.first, self.kind = None, True, None
 
-    def ahead(self, kind: Hashable, *arguments: Any) -> None:
+    def ahead(self, kind: int, *arguments: Any) -> None:
         """Capture the first step of a call before its time, where one of its kind has run before:
         what such a step does on the host is done then."""
         self.kind = kind

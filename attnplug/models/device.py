@@ -15,6 +15,7 @@ def read_device(device: str | torch.device) -> torch.device:
         raise ArgumentError(f"device is {device!r}, needs cpu or cuda")
     there = torch.cuda.device_count()
     if found.type == "cuda" and (found.index or 0) >= there:
-        seen = f"{there} GPUs" if there else "no GPU"
-        raise ArgumentError(f"device is {device!r} but torch sees {seen} here; use cpu")
+        seen = f"{there} GPU{'s' * (there > 1)}" if there else "no GPU"
+        other = "cuda" if there else "cpu"
+        raise ArgumentError(f"device is {device!r} but torch sees {seen} here; use {other}")
     return found

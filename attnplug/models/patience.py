@@ -10,7 +10,7 @@ Where norms, rotary embeddings and activations have kernels (layer_kernels.py), 
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -59,10 +59,10 @@ class PatientStep:
 
     @property
     def is_first(self) -> bool:
-        """Whether a call's first step is to come, and its next one to be captured."""
+        """Whether a call's first step is to come, and steps are captured."""
         return isinstance(self.now, CapturedStep) and self.now.first
 
-    def ahead(self, kind: Hashable, *arguments: Any) -> None:
+    def ahead(self, kind: int, *arguments: Any) -> None:
         """`CapturedStep.ahead`, while steps are captured."""
         if not isinstance(self.now, CapturedStep) or self.left <= 0:
             return

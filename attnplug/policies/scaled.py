@@ -1,15 +1,15 @@
 """The crossovers of a card on which nothing was measured, from those of an H200.
 
-A step of a method that reads a part of the cache pays from the length on where reading the rest
+A step of a method that reads a part of the cache pays from the length at which reading the rest
 takes as long as what the method costs besides: its launches, and the work of choosing and gathering
 what it reads. With the bytes in tokens, and `read` what a step of the method reads,
 
     n - read(n) = cost x bandwidth / bytes of a token
 
-The cost is a time. A launch takes as long on every card, and work takes longer on one with fewer
-multiprocessors. Which part of the cost is which is not known, so a card with fewer of them pays all
-of it as if it were work, and one with more as if it were launches: either way dense serves for
-longer. Clocks are not counted, nor that only Hopper and later cards start a kernel early.
+The cost is a time. A launch takes the same time on every card, and work takes longer on one with
+fewer multiprocessors. Which part of the cost is which is not known, so a card with fewer of them
+pays all of it as if it were work, and one with more as if it were launches: either way dense serves
+for longer. Clocks are not counted, nor that only Hopper and later cards start a kernel early.
 
 Every Hopper card has an H200's crossovers, as rows of H100s were measured beside them; with their
 lower bandwidth, dense serves there for longer than this rule would have it.

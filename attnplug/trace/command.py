@@ -100,7 +100,7 @@ def run(
 ) -> Outcome:
     """Trace `model` on `text` to `out`, with `new_tokens` greedy steps after it; `compare` runs it
     untraced first. Raises ArgumentError for an empty text, a folder that is not there, and a
-    number of tokens that is negative or more than the model reads."""
+    number of tokens that is negative, or of steps that is more than the model reads."""
     for option, value in (("max_tokens", max_tokens), ("new_tokens", new_tokens)):
         if value < 0:
             raise ArgumentError(f"{option} is {value}, needs at least 0")
@@ -114,11 +114,8 @@ def run(
     if ids.shape[1] < 2:
         raise ArgumentError(f"the text has {ids.shape[1]} tokens, needs at least 2")
     most = positions(network.config)
-    if new_tokens and most and ids.shape[1] + new_tokens > most:
-        raise ArgumentError(
-            f"new_tokens is {new_tokens}, and behind the text's {ids.shape[1]:,} tokens the model "
-            f"reads at most {max(0, most - ids.shape[1]):,}"
-        )
+    if most and new_tokens > most:
+        raise ArgumentError(f"new_tokens is {new_tokens}, and the model reads at most {most:,}")
     with api.applied(network, policy), torch.inference_mode():
         untraced = _timed(network, ids, new_tokens) if compare else None
         seconds = _record(network, tokenizer, ids, out, Path(model).name, new_tokens, console)

@@ -75,6 +75,16 @@ def fitted_at(cache):
     return [(layer.fitted_at, layer.due, layer.seen, layer.is_expected) for layer in cache.layers]
 
 
+class Switched(torch.nn.Linear):
+    """A projection that also does something else where it is told to."""
+
+    on = ()
+
+    def forward(self, input):
+        found = super().forward(input)
+        return torch.special.bessel_j0(found) if self.on else found
+
+
 class TestOnACPU:
     pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -107,16 +117,37 @@ class TestOnACPU:
             model.generate(**prompts_of("cpu"), max_new_tokens=NEW)
             assert steps == ["step", "capture", *["replay"] * (NEW - 2)]
 
-    def test_weights_of_other_shapes_are_another_kind(self, steps):
-        """Such as an adapter of another rank: kernels that no graph has seen loaded."""
-        model = attnplug.apply(model_of(), "dense")
-        inputs = prompts_of("cpu")
-        model.generate(**inputs, max_new_tokens=NEW)
+    def test_calls_whose_kernels_may_differ_are_of_other_kinds(self, steps):
+        """A padded row; weights of other shapes; a layer that is told to do something else, as
+        adapters are switched."""
+        model = model_of()
         down = model.model.layers[0].mlp.down_proj
-        down.bias = torch.nn.Parameter(torch.zeros(down.out_features))
-        steps.clear()
-        model.generate(**inputs, max_new_tokens=NEW)
-        assert steps[0] == "step"
+        switched = Switched(down.in_features, down.out_features, bias=False)
+        switched.weight = down.weight
+        model.model.layers[0].mlp.down_proj = switched
+        attnplug.apply(model, "dense")
+
+        def first(padded=False):
+            steps.clear()
+            model.generate(**prompts_of("cpu", padded=padded), max_new_tokens=NEW)
+            return steps[0]
+
+        assert [first(), first(), first(padded=True), first(padded=True), first()] == [
+            *("step", "capture"),
+            *("step", "capture"),
+            "capture",
+        ]
+        switched.on = ["an adapter"]
+        assert [first(), first()] == ["step", "capture"]
+        switched.bias = torch.nn.Parameter(torch.zeros(down.out_features))
+        assert [first(), first()] == ["step", "capture"]
+
+    def test_a_model_keeps_a_number_of_each_kind(self, steps):
+        model = attnplug.apply(model_of(), "dense")
+        for new in (10, 200, 400):
+            model.generate(**prompts_of("cpu"), max_new_tokens=new, min_new_tokens=3)
+        known = vars(model)[LOOP].step.now.known
+        assert known and {type(kind) for kind in known} == {int}
 
     def test_another_kind_of_call_runs_its_first_step(self, events):
         model = attnplug.apply(model_of(), SKETCH)
@@ -198,17 +229,6 @@ def test_a_gpus_calls_are_alike(events, policy, padded):
     assert vars(model)[LOOP].why_not == ""
 
 
-class Switched(torch.nn.Linear):
-    """A projection whose steps also do something else where they are told to."""
-
-    on = False
-
-    def forward(self, input):
-        found = super().forward(input)
-        steps = self.on and input.shape[-2] == 1
-        return torch.special.bessel_j0(found) if steps else found
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("policy", ["dense", "auto", "momo+gather"])
@@ -227,17 +247,17 @@ def test_a_gpus_dense_calls_are_alike(steps, policy, padded):
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_has_never_run_is_captured(steps):
-    """Types and shapes are those of the call before, and the model does something else."""
+def test_a_gpus_calls_of_other_kinds_are_right(steps):
+    """Rows without padding and with it, and a layer that is switched in between."""
     model = model_of("cuda")
     mlp = model.model.layers[0].mlp
     inner, outer = mlp.down_proj.in_features, mlp.down_proj.out_features
     mlp.down_proj = Switched(inner, outer, bias=False).to(mlp.down_proj.weight)
     attnplug.apply(model, "dense")
-    inputs = prompts_of("cuda")
-    model.generate(**inputs, max_new_tokens=NEW)
-    steps.clear()
-    mlp.down_proj.on = True
-    found = model.generate(**inputs, max_new_tokens=NEW)
-    assert steps[0] == "capture"
-    assert torch.equal(found, model.generate(**inputs, max_new_tokens=NEW, disable_compile=True))
+    for on in ([], ["an adapter"], []):
+        mlp.down_proj.on = on
+        for padded in (False, True):
+            inputs = prompts_of("cuda", padded=padded)
+            wanted = model.generate(**inputs, max_new_tokens=NEW, disable_compile=True)
+            for _ in range(2):
+                assert torch.equal(model.generate(**inputs, max_new_tokens=NEW), wanted)

@@ -4,7 +4,9 @@ checks of its own, from loading the model to an orderly end."""
 import asyncio
 import contextlib
 import importlib.util
+import ipaddress
 import os
+import re
 import signal
 import sys
 import threading
@@ -356,10 +358,14 @@ def _wait(serve: Any, told: threading.Event, names: list[str], options: Options)
 
 
 def _is_host(name: str) -> bool:
-    """Whether a name may be asked for: not an empty one, which is every address of the machine, nor
-    one that is no text or whose parts are empty or too long."""
+    """Whether this is an address or may be a machine's name; "" is every address of the machine."""
     try:
-        return bool(name.encode("idna"))
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        pass
+    try:
+        return bool(re.fullmatch(rb"[\w-]+(\.[\w-]+)*\.?", name.encode("idna")))
     except UnicodeError:
         return False
 
