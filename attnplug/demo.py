@@ -23,6 +23,7 @@ from attnplug.eval.fidelity import LayerMask, measure_masks
 from attnplug.eval.mass import captured_mass, visible_blocks
 from attnplug.eval.needle import SHORTEST, Needle, needle_prompt
 from attnplug.extras import require
+from attnplug.models.device import default_device
 from attnplug.models.pretrained import load
 from attnplug.policies import Momo, Policy
 
@@ -118,8 +119,7 @@ def run(
     `tokens` is the prompt's length (4,096 on CPU, 8,192 on CUDA; 160 to 8,192), `top_k` momo's
     blocks a query block. Raises ArgumentError, MissingPackageError, WeightsUnavailableError."""
     require("demo", "attnplug demo")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device() if device is None else device
     if tokens is None:
         tokens = TOKENS["cuda" if device.startswith("cuda") else "cpu"]
     if not SHORTEST <= tokens <= LONGEST:

@@ -68,3 +68,11 @@ class ServeError(AttnplugError, ValueError):
 
 class TraceFileError(FileError):
     """A trace file is damaged, is no trace, or cannot be written where it should be."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what any error says."""
+    said = str(error).strip()
+    if not said or isinstance(error, TypeError | KeyError | ZeroDivisionError):
+        said = f"{type(error).__name__} {said}".strip()  # of Python's own, which names no file
+    return said.splitlines()[0].rstrip(".")

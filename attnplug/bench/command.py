@@ -12,10 +12,10 @@ from rich.table import Table
 from attnplug import files
 from attnplug.bench.quick import DECODES, PLANS, PREFILLS, SHORTEST, Heads, Plan, measure
 from attnplug.bench.rows import Row
-from attnplug.errors import ArgumentError
+from attnplug.errors import ArgumentError, first_line
 from attnplug.extras import require
 from attnplug.models.layers import config_heads
-from attnplug.models.pretrained import damaged, first_line, text_config
+from attnplug.models.pretrained import damaged, text_config
 from attnplug.policies import methods
 from attnplug.policies.crossover import NEVER, DenseBelow
 

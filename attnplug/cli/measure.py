@@ -14,7 +14,6 @@ from attnplug.cli.options import (
     Model,
     check_count,
     check_place,
-    default_device,
     lengths_option,
     read_lengths,
     tokens_option,
@@ -167,6 +166,7 @@ def bench(
     On a CPU it times the ops' references, at short lengths."""
     with clear_errors():
         from attnplug.bench import command
+        from attnplug.models.device import default_device
 
         device = default_device() if device is None else device
         _refuse(command.problem(device, quick=quick))
@@ -200,6 +200,7 @@ def tune(
     with clear_errors():
         from attnplug.bench import command
         from attnplug.bench import tune as module
+        from attnplug.models.device import default_device
 
         device = default_device() if device is None else device
         _refuse(command.problem(device))

@@ -54,13 +54,6 @@ def lengths_option(name: str, what: str, **more: Any) -> Any:
     return typer.Option(name, parser=read_lengths, metavar="LENGTHS", help=what, **more)
 
 
-def default_device() -> str:
-    """cuda where there is a GPU, else cpu."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def check_count(option: str, value: int, least: int) -> None:
     """Raise ArgumentError where a number is too small, or more than a machine can count to."""
     if value < least:

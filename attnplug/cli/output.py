@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from attnplug.errors import AttnplugError
+from attnplug.errors import AttnplugError, first_line
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -80,7 +80,3 @@ def is_of_memory(error: Exception) -> bool:
     """Whether memory of the machine or of a GPU was refused; torch has several classes for it."""
     told = ("DefaultCPUAllocator", "out of memory")  # the latter by CUDA, where torch asked it
     return isinstance(error, MemoryError) or any(words in str(error) for words in told)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -5,6 +5,11 @@ import torch
 from attnplug.errors import ArgumentError
 
 
+def default_device() -> str:
+    """Where a model goes that no device is named for."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def read_device(device: str | torch.device) -> torch.device:
     """The device of that name. Raises ArgumentError where no model can be there."""
     try:

@@ -34,7 +34,7 @@ from attnplug.models.loop_calls import (
     unserved_arguments,
     unserved_call,
 )
-from attnplug.models.names import CACHE, ENCODER_ARGUMENTS
+from attnplug.models.names import CACHE, reads_an_encoder
 from attnplug.models.parallel import LOCAL, local_weights
 from attnplug.models.picked_entries import reads_entries
 from attnplug.models.running import running
@@ -171,9 +171,8 @@ def _prepare_cache_for_generation(
     # prompts, counts on the cache that transformers gives; one that prepares the cache chooses it.
     replaced = is_replaced(model, STEP_METHOD) or is_replaced(model, CACHE_METHOD, since=False)
     # Of a decoder that reads an encoder, cross-attention may write into the same cache.
-    crossed = any(model_kwargs.get(name) is not None for name in ENCODER_ARGUMENTS)
     unused = generation_config.use_cache is False
-    if given is not None or chosen or replaced or crossed or unused:
+    if given is not None or chosen or replaced or reads_an_encoder(model_kwargs) or unused:
         stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
     growth = Growth(model.config.get_text_config(decoder=True), vars(model)[LAYER_MAKER])

@@ -22,9 +22,9 @@ from attnplug.models.hf import SERVES, plug_mask
 from attnplug.models.names import (
     ATTENTION_NAMES,
     CACHE_ARGUMENTS,
-    ENCODER_ARGUMENTS,
     FRESH_ARGUMENT,
     STATE_ARGUMENT,
+    reads_an_encoder,
 )
 from attnplug.models.refusals import refuse_layer
 from attnplug.models.sync import may_read
@@ -68,7 +68,7 @@ class PolicyHook(ModelHook):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cache = _cache_in(kwargs)
-        if cache is not None and not _reads_an_encoder(module, kwargs):
+        if cache is not None and not _is_cross_attention(module, kwargs):
             self._refuse_other_slot(module)
             hidden = _hidden_states(args, kwargs)
             refuse_layer(module, hidden, kwargs)
@@ -154,11 +154,10 @@ def _cache_in(kwargs: dict[str, Any]) -> Cache | None:
     return None
 
 
-def _reads_an_encoder(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+def _is_cross_attention(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether an attention is called as cross-attention: its keys are an encoder's, whatever the
     cache holds of the tokens. A causal one may be given the encoder's states, but reads none."""
-    given = any(kwargs.get(name) is not None for name in ENCODER_ARGUMENTS)
-    return given and not getattr(module, "is_causal", True)
+    return reads_an_encoder(kwargs) and not getattr(module, "is_causal", True)
 
 
 def _attention_of(module: torch.nn.Module) -> str | None:

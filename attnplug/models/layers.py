@@ -86,8 +86,8 @@ def find_attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         )
     if all(getattr(module, "is_kv_shared_layer", False) for _, module in modules):
         raise UnsupportedModelError(
-            f"{family} has no keys of its own: its layers read those of the model that it assists. "
-            "Apply the policy to that model."
+            f"{family} has no keys of its own: its layers read the keys of the model that it "
+            "assists. Apply the policy to that model."
         )
     found = [_describe(name, module, model) for name, module in modules]
     for module in foreign:

@@ -2,6 +2,8 @@
 arguments that reach it."""
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from transformers.masking_utils import create_causal_mask
 
@@ -26,3 +28,8 @@ CACHE_ARGUMENTS = (CACHE, "past_key_values", "layer_past")  # the last in GPT-Ne
 ENCODER_ARGUMENTS = ("key_value_states", "encoder_hidden_states")  # of cross-attention
 STATE_ARGUMENT = "attnplug_state"
 FRESH_ARGUMENT = "attnplug_fresh"
+
+
+def reads_an_encoder(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call hands over what cross-attention reads."""
+    return any(arguments.get(name) is not None for name in ENCODER_ARGUMENTS)

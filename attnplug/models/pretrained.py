@@ -34,9 +34,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors import SafetensorError
 
 from attnplug import files
-from attnplug.errors import WeightsUnavailableError
+from attnplug.errors import WeightsUnavailableError, first_line
 from attnplug.extras import require
-from attnplug.models.device import read_device
+from attnplug.models.device import default_device, read_device
 from attnplug.models.hub import hub_answers
 from attnplug.models.variants import VARIANTS
 
@@ -112,9 +112,7 @@ def load(
     `ArgumentError` for a device that is not here."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = read_device(device)
+    device = read_device(default_device() if device is None else device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     source, local = _source(name)
     variant = VARIANTS.get(name)
@@ -430,13 +428,6 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    said = str(error).strip()
-    if not said or isinstance(error, TypeError | KeyError | ZeroDivisionError):
-        said = f"{type(error).__name__} {said}".strip()  # of Python's own, which names no file
-    return said.splitlines()[0].rstrip(".")
 
 
 __all__ = ["WEIGHTS", "Weights", "cache_dir", "checkpoint_dir", "fetch", "load", "names"]

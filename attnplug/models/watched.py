@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticLayer
 from attnplug.models.sync import may_read
 
 Versions = tuple[int, ...]
-# Whether a method reads a cache of so many rows and slots on a device itself.
+# Whether a method, and not dense, reads a cache of this many rows and slots on a device.
 Serves = Callable[[int, int, torch.device], bool]
 
 

@@ -1,4 +1,4 @@
-"""The crossovers of a card on which nothing was measured, from those of an H200.
+"""Crossovers for a card on which nothing was measured, scaled from an H200's.
 
 A step of a method that reads a part of the cache pays from the length at which reading the rest
 takes as long as what the method costs besides: its launches, and the work of choosing and gathering
@@ -26,9 +26,9 @@ STEP = 256  # tokens; a crossover is a multiple
 
 
 def scaled(tokens: int, reads: Callable[[int], StepReads], head_dim: int, card: Card) -> int | None:
-    """The crossover on a card of a method whose own is `tokens` on an H200; `reads` says what a
-    step reads of so many. None where an H200's own holds: on Hopper, where the bandwidth is not
-    known, and where a step leaves nothing out."""
+    """The crossover on a card of a method that pays on an H200 from `tokens` on. `reads(n)` is what
+    a step reads of n tokens. None where the H200's crossover holds: on Hopper, where the bandwidth
+    is not known, and where a step leaves nothing out."""
 
     def left_out(n: int) -> float:
         keys, scanned = reads(n)
