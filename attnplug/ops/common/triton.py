@@ -24,7 +24,7 @@ if TYPE_CHECKING or INSTALLED:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language import _core as gluon_core
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -40,7 +40,7 @@ else:
     from attnplug.ops.common.no_triton import ABSENT, language, triton
 
     tl = gl = language
-    gluon = gluon_core = mma_v2 = fence_async_shared = mbarrier = tma = ABSENT
+    gluon = gluon_core = async_copy = mma_v2 = fence_async_shared = mbarrier = tma = ABSENT
     warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = ABSENT
     gdc_launch_dependents = gdc_wait = driver = knobs = ABSENT
 
@@ -52,6 +52,7 @@ __all__ = [
     "INSTALLED",
     "OutOfResources",
     "TensorDescriptor",
+    "async_copy",
     "driver",
     "fence_async_shared",
     "gdc_launch_dependents",

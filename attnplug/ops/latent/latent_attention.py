@@ -30,11 +30,12 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.pipeline import BESIDE
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import add_tile
-from attnplug.ops.common.rows import NO_MASK, mask_bytes, rows_as_given
+from attnplug.ops.common.rows import NO_MASK, mask_bytes, row_step, rows_as_given
 from attnplug.ops.common.sizes import cdiv, next_power_of_two
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.splits import launch_merge, pieces_of
 from attnplug.ops.common.views import Output, rows_of, steps_of
+from attnplug.ops.latent.kernels import hopper
 from attnplug.ops.latent.kernels.attend import attend_latents
 
 NAME = "latent_attention"
@@ -282,6 +283,10 @@ def launch_latent_attention(
         return
     found, listed = card(q_latent.device), picks is not None
     slots = picks.shape[2] if listed else size
+    tensors = q_latent, q_rope, latents, rope
+    if plan is None and listed and hopper.serves(tensors, found):
+        launch_on_hopper(tensors, picks, scale, sinks, lengths, key_mask, out)
+        return
     if plan is None:
         shape = batch, queries, heads, slots, listed, (width, turned), q_latent.element_size()
         plan = plan_for(*shape, found)
@@ -324,6 +329,40 @@ def launch_latent_attention(
     )
     if pieces is not None:
         launch_merge(output, plan.splits, plan.columns)
+
+
+def launch_on_hopper(tensors, picks, scale, sinks, lengths, key_mask, out):
+    """Run the Gluon kernel (kernels/hopper.py), which attends and merges in one."""
+    q_latent, q_rope, latents, rope = tensors
+    batch, queries, heads, _ = q_latent.shape
+    turned = rope.shape[2] > 0
+    launch_kernel(
+        hopper.attend_picks_hopper,
+        grid=(queries * cdiv(heads, hopper.ROWS), batch),
+        q_latent=q_latent,
+        q_rope=q_rope if turned else q_latent,
+        latents=latents,
+        rope=rope if turned else latents,
+        picks=picks.contiguous(),
+        tokens=rows_of(latents.shape[1], lengths, None, mask_bytes(key_mask)),
+        out=out,
+        sinks=out if sinks is None else sinks,
+        scale=scale * LOG2E,
+        S=queries,
+        K=picks.shape[2],
+        q_latent_strides=q_latent.stride()[:3],
+        q_rope_strides=q_rope.stride()[:3],
+        latents_strides=latents.stride()[:2],
+        rope_strides=rope.stride()[:2],
+        spec=hopper.Spec(
+            H=heads,
+            TURNS=turned,
+            MASKED=key_mask is not None,
+            SINKS=sinks is not None,
+            STEP=row_step(lengths),
+        ),
+        num_warps=4,
+    )
 
 
 _latent_attention = define_op(

@@ -217,6 +217,36 @@ def test_full_size(picked, queries, dtype):
     assert_close(found, tensors, visible(tensors, **options))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("turned", [0, 64])
+@pytest.mark.parametrize("heads", [40, 64, 128])
+def test_many_queries(heads, turned, dtype):
+    """A program for every multiprocessor, which is where Hopper's kernel serves: lists that end in
+    the middle of a tile, padding, rows of their own lengths, sinks, and caches that hold NaN
+    wherever nobody may look."""
+    tensors = inputs(75, 2, 140, heads, 700, 512, turned, dtype)
+    tensors = *(x / 8 for x in tensors[:2]), *tensors[2:]
+    mask = random(76, 2, 700) > -1.0
+    lengths, sinks = torch.tensor([700, 391]), random(77, heads)
+    picks = some_picks(78, 2, 140, 700, 333)
+    options = {"picks": picks, "lengths": lengths, "key_mask": mask}
+    seen = visible(tensors, **options)
+    for cache in tensors[2:]:
+        cache[~mask] = torch.nan
+        for row, length in zip(cache, lengths.tolist(), strict=True):
+            row[length:] = torch.nan
+    wide = torch.full((2, 1, 720, 512 + 128), torch.nan, dtype=dtype)  # as a cache is laid out
+    wide[:, 0, 8:708, :512], wide[:, 0, 8:708, 512 : 512 + turned] = tensors[2:]
+    views = wide[:, 0, 8:708, :512], wide[:, 0, 8:708, 512 : 512 + turned]
+    wanted = *tensors[:2], *(x.nan_to_num(0.0) for x in tensors[2:])
+    for cache in (tensors[2:], views):
+        found = call(("cuda", "kernel"), (*tensors[:2], *cache), **options, sinks=sinks)
+        assert_close(found, wanted, seen, sinks)
+    found = call(("cuda", "kernel"), wanted, picks)
+    assert_close(found, wanted, visible(wanted, picks))
+
+
 # ---- the op -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,294 @@
+"""The Hopper (sm_90) kernel of latent_attention over picks, in Gluon: a program for 64 heads of one
+query.
+
+A program is warp-specialised. Four producer warps gather tiles of 64 picked tokens into a ring of
+two stages, 16 bytes a copy, since picks lie anywhere and TMA reads boxes. Two consumer warpgroups
+attend. The sum of 64 heads by 512 channels would take all registers of one warpgroup, so each
+sums half of the channels, and both multiply queries by keys: that is half as many products again,
+but the warpgroups have nothing to exchange, and one multiplies while the other is in its softmax.
+
+A tile is stored once and read twice, as keys across its channels and as values across its tokens.
+The copies of tokens that a query must not see are masked, which fills their rows with zeros; their
+logits get -inf from a row of numbers that the producer writes beside the tile. The running maximum
+is at least -1e30, so that heads that have seen no token yet stay free of NaN.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from attnplug.ops.common.constants import Constant
+from attnplug.ops.common.device import Card
+from attnplug.ops.common.sizes import cdiv
+from attnplug.ops.common.softmax import LOG2E
+from attnplug.ops.common.triton import (
+    async_copy,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS, TILE, STAGES = 64, 64, 2
+WIDTH, TURNED = 512, 64  # channels of a latent, and of a rotated key if there are any
+
+_LOG2E = Constant(LOG2E)
+_ROWS, _TILE, _STAGES = Constant(ROWS), Constant(TILE), Constant(STAGES)
+_HALF, _TURNED = Constant(WIDTH // 2), Constant(TURNED)
+_FLOOR = Constant(-1e30)
+
+
+class Panels(NamedTuple):
+    """Shared memory of queries, or of tiles: both halves of the latents, and the rotated part."""
+
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    turned: gl.shared_memory_descriptor
+
+
+class Spec(NamedTuple):
+    """What the kernel is compiled for."""
+
+    H: int  # query heads
+    TURNS: bool  # a part of the keys is rotated
+    MASKED: bool  # there is a key mask
+    SINKS: bool
+    STEP: int  # from a row's length to the next row's; 0 where all rows share one
+
+
+@gluon.jit
+def _copy_rows(panel, at, token, stride, COLUMNS: gl.constexpr):
+    """COLUMNS channels of 64 tokens into shared memory, zeros for the token -1."""
+    layout: gl.constexpr = token.type.layout.parent
+    d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    place = gl.maximum(token, 0).to(gl.int64)[:, None] * stride + d[None, :]
+    async_copy.async_copy_global_to_shared(panel, at + place, mask=(token >= 0)[:, None])
+
+
+@gluon.jit
+def _seen_of(i, picks_at, mask_at, K, limit, spec: gl.constexpr, layout: gl.constexpr):
+    """The tokens of tile i of a list; -1 for what may not be read."""
+    slot = i * _TILE + gl.arange(0, _TILE, layout)
+    token = gl.load(picks_at + slot, mask=slot < K, other=-1)
+    seen = (token >= 0) & (token <= limit)
+    if spec.MASKED:
+        seen = seen & (gl.load(mask_at + token, mask=seen, other=0) != 0)
+    return gl.where(seen, token, -1)
+
+
+@gluon.jit
+def _producer(sources, places, queries, tiles, hidden, bars, head, spec: gl.constexpr):
+    """The warps that gather the queries, and then tile after tile."""
+    q_latent, q_rope, latents, rope, picks, mask = sources
+    q_head, q_turned_head, token_step, turned_step, K, limit = places
+    q_there, full, empty = bars
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    NARROW_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
+    row = head + gl.arange(0, _ROWS, WIDE_ROW)
+    row = gl.where(row < spec.H, row, -1)
+    _copy_rows(queries.left, q_latent, row, q_head, _HALF)
+    _copy_rows(queries.right, q_latent + _HALF, row, q_head, _HALF)
+    if spec.TURNS:
+        row = head + gl.arange(0, _ROWS, NARROW_ROW)
+        row = gl.where(row < spec.H, row, -1)
+        _copy_rows(queries.turned, q_rope, row, q_turned_head, _TURNED)
+    async_copy.mbarrier_arrive(q_there, increment_count=False)
+    count = (K + _TILE - 1) // _TILE
+    token = _seen_of(0, picks, mask, K, limit, spec, WIDE_ROW)
+    for i in range(count):
+        slot = i % _STAGES
+        following = _seen_of(i + 1, picks, mask, K, limit, spec, WIDE_ROW)
+        mbarrier.wait(empty.index(slot), ((i // _STAGES) & 1) ^ 1)
+        hidden.index(slot).store(gl.where(token >= 0, 0.0, -float("inf")))
+        _copy_rows(tiles.left.index(slot), latents, token, token_step, _HALF)
+        _copy_rows(tiles.right.index(slot), latents + _HALF, token, token_step, _HALF)
+        if spec.TURNS:
+            narrow = gl.convert_layout(token, NARROW_ROW)
+            _copy_rows(tiles.turned.index(slot), rope, narrow, turned_step, _TURNED)
+        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+        mbarrier.arrive(full.index(slot))  # for what `hidden` got
+        token = following
+
+
+@gluon.jit
+def _consumer(
+    results, numbers, queries, tiles, hidden, bars, RIGHT: gl.constexpr, spec: gl.constexpr
+):
+    """A warpgroup that attends with all 64 heads, and sums one half of the channels."""
+    out, sinks = results
+    K, scale, head, first_row = numbers
+    q_there, full, empty = bars
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    OUTPUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    no_logits = gl.zeros([_ROWS, _TILE], gl.float32, LOGITS)
+    top = gl.full([_ROWS], _FLOOR, gl.float32, ROW)
+    total = gl.zeros([_ROWS], gl.float32, ROW)
+    acc = gl.zeros([_ROWS, _HALF], gl.float32, OUTPUT)
+    mbarrier.wait(q_there, 0)
+    for i in range((K + _TILE - 1) // _TILE):
+        slot = i % _STAGES
+        mbarrier.wait(full.index(slot), (i // _STAGES) & 1)
+        fence_async_shared()  # the copies are no asynchronous ones in the eyes of wgmma
+        left, right = tiles.left.index(slot), tiles.right.index(slot)
+        s = warpgroup_mma(
+            queries.left, left.permute((1, 0)), no_logits, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma(queries.right, right.permute((1, 0)), s, is_async=True)
+        if spec.TURNS:
+            turned = tiles.turned.index(slot)
+            s = warpgroup_mma(queries.turned, turned.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s = s * scale + hidden.index(slot).load(gl.SliceLayout(0, LOGITS))[None, :]
+        higher = gl.maximum(top, gl.max(s, 1))
+        p = gl.exp2(s - higher[:, None])
+        decay = gl.exp2(top - higher)
+        top = higher
+        total = total * decay + gl.sum(p, 1)
+        acc = acc * gl.convert_layout(decay, OUTPUT_ROW)[:, None]
+        weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+        if RIGHT:
+            acc = warpgroup_mma(weights, right, acc, is_async=True)
+        else:
+            acc = warpgroup_mma(weights, left, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(slot))
+    top = gl.convert_layout(top, OUTPUT_ROW)
+    total = gl.convert_layout(total, OUTPUT_ROW)
+    row = gl.arange(0, _ROWS, OUTPUT_ROW)
+    live = head + row < spec.H
+    divisor = gl.where(total == 0, 1.0, total)
+    if spec.SINKS:
+        logit = gl.load(sinks + head + row, mask=live, other=-float("inf")).to(gl.float32)
+        divisor += gl.exp2(logit * _LOG2E - gl.where(total == 0, 0.0, top))
+    d = gl.arange(0, _HALF, gl.SliceLayout(0, OUTPUT))
+    if RIGHT:
+        d += _HALF
+    at = out + (first_row + row)[:, None] * (2 * _HALF) + d[None, :]
+    gl.store(at, (acc / divisor[:, None]).to(DTYPE), live[:, None])
+
+
+@gluon.jit
+def attend_picks_hopper(
+    q_latent,
+    q_rope,
+    latents,
+    rope,
+    picks,
+    tokens,
+    out,
+    sinks,
+    scale,
+    S,
+    K,
+    q_latent_strides,
+    q_rope_strides,
+    latents_strides,
+    rope_strides,
+    spec: gl.constexpr,
+):
+    """64 heads of one query against all of its `picks [K]`; the arguments are those of
+    `attend_latents`, `spec` is a Spec. A tensor that a call lacks is any other."""
+    BLOCKS: gl.constexpr = (spec.H + _ROWS - 1) // _ROWS
+    query = gl.program_id(0) // BLOCKS
+    head = gl.program_id(0) % BLOCKS * _ROWS
+    b = gl.program_id(1).to(gl.int64)
+    length = tokens.S
+    if tokens.lengths is not None:
+        length = gl.load(tokens.lengths + b * spec.STEP)
+        length = gl.maximum(gl.minimum(length, tokens.S), 0).to(gl.int32)
+    limit = length - S + query
+    at = b * S + query  # of the query among all
+    q_b, q_s, q_h = q_latent_strides
+    turned_b, turned_s, turned_h = q_rope_strides
+    latents_b, latents_t = latents_strides
+    rope_b, rope_t = rope_strides
+    mask = picks  # stands for none
+    if spec.MASKED:
+        mask = tokens.key_mask + b * tokens.mask_b
+    sources = (
+        q_latent + b * q_b + query.to(gl.int64) * q_s,
+        q_rope + b * turned_b + query.to(gl.int64) * turned_s,
+        latents + b * latents_b,
+        rope + b * rope_b,
+        picks + at * K,
+        mask,
+    )
+    places = (q_h, turned_h, latents_t, rope_t, K, limit)
+
+    DTYPE: gl.constexpr = out.dtype.element_ty
+    READ: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_left = gl.allocate_shared_memory(DTYPE, [_ROWS, _HALF], READ)
+    q_right = gl.allocate_shared_memory(DTYPE, [_ROWS, _HALF], READ)
+    left = gl.allocate_shared_memory(DTYPE, [_STAGES, _TILE, _HALF], READ)
+    right = gl.allocate_shared_memory(DTYPE, [_STAGES, _TILE, _HALF], READ)
+    q_turned = q_left
+    turned = left
+    if spec.TURNS:
+        q_turned = gl.allocate_shared_memory(DTYPE, [_ROWS, _TURNED], READ)
+        turned = gl.allocate_shared_memory(DTYPE, [_STAGES, _TILE, _TURNED], READ)
+    queries = Panels(q_left, q_right, q_turned)
+    tiles = Panels(left, right, turned)
+    hidden = gl.allocate_shared_memory(
+        gl.float32, [_STAGES, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_there = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    mbarrier.init(q_there, count=128)  # each thread of the producer when its copies have come
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(full.index(i), count=129)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    bars = (q_there, full, empty)
+    row = at * spec.H + head
+    results, numbers = (out, sinks), (K, scale, head, row)
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (results, numbers, queries, tiles, hidden, bars, gl.constexpr(False), spec),
+            ),
+            (
+                _consumer,
+                (results, numbers, queries, tiles, hidden, bars, gl.constexpr(True), spec),
+            ),
+            (_producer, (sources, places, queries, tiles, hidden, bars, head, spec)),
+        ],
+        [4, 4],
+        [216, 80],
+    )
+
+
+# ---- host ---------------------------------------------------------------------------------------
+
+
+def serves(tensors: tuple[torch.Tensor, ...], on: Card) -> bool:
+    """Whether the kernel can read `q_latent, q_rope, latents, rope`, and has a program for every
+    multiprocessor: with fewer, cutting the tokens in pieces is faster."""
+    q_latent, q_rope, latents, rope = tensors
+    batch, queries, heads, width = q_latent.shape
+    rotated = [q_rope, rope] if rope.shape[2] else []
+    return (
+        on.wgmma
+        and q_latent.element_size() == 2
+        and width == WIDTH
+        and rope.shape[2] in (0, TURNED)
+        and heads > ROWS // 2
+        and batch * queries * cdiv(heads, ROWS) >= on.processors
+        and all(_copies(x) for x in (q_latent, latents, *rotated))
+    )
+
+
+def _copies(x: torch.Tensor) -> bool:
+    """Whether all rows of channels begin at multiples of the 16 bytes of a copy."""
+    strides = [step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in strides)
