@@ -224,6 +224,12 @@ def time_latent(batch: int, queries: int, tokens: int, count: int, plan=None) ->
     return rates(found, read, flops)
 
 
+def triton_plan(queries: int) -> attending.Plan:
+    """What a prompt's picks ran by before Hopper's kernel, and run by on other cards."""
+    shape = 1, queries, HEADS, PICKS, True, (LATENT, ROPE), 2
+    return attending.plan_for(*shape, card(torch.device("cuda", 0)))
+
+
 def time_stock(batch: int, tokens: int) -> dict[str, float]:
     """The step of transformers: latents expanded to all heads, and SDPA under a mask."""
     latents, rope = latent_inputs(batch, 1, tokens)[2:]
@@ -274,7 +280,10 @@ def run_times(lines: Lines) -> None:
                 torch.cuda.empty_cache()
     case = "4096 of 32768"
     lines.attempt("index prefill", case, "default", time_index_prefill, 4096, 1 << 15)
-    lines.attempt("prefill", case, "picks", time_latent, 1, 4096, 1 << 15, PICKS)
+    for queries, tokens in ((4096, 1 << 15), (2048, 1 << 17)):
+        case, shape = f"{queries} of {tokens}", (1, queries, tokens, PICKS)
+        lines.attempt("prefill", case, "picks", time_latent, *shape)
+        lines.attempt("prefill", case, "picks, Triton", time_latent, *shape, triton_plan(queries))
     lines.attempt("prefill", "1024 of 32768", "dense", time_latent, 1, 1024, 1 << 15, 0)
 
 

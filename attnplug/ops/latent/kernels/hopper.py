@@ -2,10 +2,12 @@
 query.
 
 A program is warp-specialised. Four producer warps gather tiles of 64 picked tokens into a ring of
-two stages, 16 bytes a copy, since picks lie anywhere and TMA reads boxes. Two consumer warpgroups
-attend. The sum of 64 heads by 512 channels would take all registers of one warpgroup, so each
-sums half of the channels, and both multiply queries by keys: that is half as many products again,
-but the warpgroups have nothing to exchange, and one multiplies while the other is in its softmax.
+two stages, 16 bytes a copy, since picks lie anywhere and TMA reads boxes. The sum of 64 heads by
+512 channels would take all registers of a warpgroup, so two sum half of the channels each. The
+first also multiplies queries by keys and makes the weights. The second gets them through shared
+memory, with the factors on what it has summed before: a product of 64 by 64 takes the tensor cores
+twice as long as its size says, so that nothing is gained if both make the weights. There is no room
+for weights but where the rotated keys of their tile were, which nobody reads again.
 
 A tile is stored once and read twice, as keys across its channels and as values across its tokens.
 The copies of tokens that a query must not see are masked, which fills their rows with zeros; their
@@ -63,7 +65,7 @@ def _copy_rows(panel, at, token, stride, COLUMNS: gl.constexpr):
     """COLUMNS channels of 64 tokens into shared memory, zeros for the token -1."""
     layout: gl.constexpr = token.type.layout.parent
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    place = gl.maximum(token, 0).to(gl.int64)[:, None] * stride + d[None, :]
+    place = gl.maximum(token, 0)[:, None] * stride + d[None, :]  # 32 bits; see `serves`
     async_copy.async_copy_global_to_shared(panel, at + place, mask=(token >= 0)[:, None])
 
 
@@ -83,7 +85,7 @@ def _producer(sources, places, queries, tiles, hidden, bars, head, spec: gl.cons
     """The warps that gather the queries, and then tile after tile."""
     q_latent, q_rope, latents, rope, picks, mask = sources
     q_head, q_turned_head, token_step, turned_step, K, limit = places
-    q_there, full, empty = bars
+    q_there, full, empty, _, _ = bars
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
@@ -115,64 +117,115 @@ def _producer(sources, places, queries, tiles, hidden, bars, head, spec: gl.cons
 
 
 @gluon.jit
-def _consumer(
-    results, numbers, queries, tiles, hidden, bars, RIGHT: gl.constexpr, spec: gl.constexpr
-):
-    """A warpgroup that attends with all 64 heads, and sums one half of the channels."""
-    out, sinks = results
-    K, scale, head, first_row = numbers
-    q_there, full, empty = bars
-    DTYPE: gl.constexpr = out.dtype.element_ty
+def _logits(queries, tiles, slot, nothing, spec: gl.constexpr):
+    """Start multiplying the queries by the keys of a tile."""
+    left, right = tiles.left.index(slot), tiles.right.index(slot)
+    s = warpgroup_mma(queries.left, left.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(queries.right, right.permute((1, 0)), s, is_async=True)
+    if spec.TURNS:
+        turned = tiles.turned.index(slot)
+        s = warpgroup_mma(queries.turned, turned.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _weigh(s, top, total, scale, slot, tiles, rows, ready):
+    """The weights of a tile, handed on to the second consumer; and the new maxima, sums, and what
+    they multiply former sums by."""
+    hidden, decays, _ = rows
+    s = s * scale + hidden.index(slot).load(gl.SliceLayout(0, s.type.layout))[None, :]
+    higher = gl.maximum(top, gl.max(s, 1))
+    p = gl.exp2(s - higher[:, None])
+    decay = gl.exp2(top - higher)
+    weights = p.to(tiles.left.dtype)
+    decays.index(slot).store(decay)
+    tiles.turned.index(slot).store(weights)
+    fence_async_shared()
+    mbarrier.arrive(ready.index(slot))
+    return higher, total * decay + gl.sum(p, 1), decay, weights
+
+
+@gluon.jit
+def _first_consumer(results, numbers, queries, tiles, rows, bars, spec: gl.constexpr):
+    """The warpgroup that makes the weights, and sums the left half of the channels."""
+    K, scale, head, _ = numbers
+    hidden, decays, totals = rows
+    q_there, full, empty, ready, done = bars
+    DTYPE: gl.constexpr = results[0].dtype.element_ty
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     OUTPUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    no_logits = gl.zeros([_ROWS, _TILE], gl.float32, LOGITS)
+    nothing = gl.zeros([_ROWS, _TILE], gl.float32, LOGITS)
     top = gl.full([_ROWS], _FLOOR, gl.float32, ROW)
     total = gl.zeros([_ROWS], gl.float32, ROW)
     acc = gl.zeros([_ROWS, _HALF], gl.float32, OUTPUT)
+    count = (K + _TILE - 1) // _TILE
     mbarrier.wait(q_there, 0)
-    for i in range((K + _TILE - 1) // _TILE):
-        slot = i % _STAGES
-        mbarrier.wait(full.index(slot), (i // _STAGES) & 1)
+    if count > 0:
+        mbarrier.wait(full.index(0), 0)
         fence_async_shared()  # the copies are no asynchronous ones in the eyes of wgmma
-        left, right = tiles.left.index(slot), tiles.right.index(slot)
-        s = warpgroup_mma(
-            queries.left, left.permute((1, 0)), no_logits, use_acc=False, is_async=True
-        )
-        s = warpgroup_mma(queries.right, right.permute((1, 0)), s, is_async=True)
-        if spec.TURNS:
-            turned = tiles.turned.index(slot)
-            s = warpgroup_mma(queries.turned, turned.permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        s = s * scale + hidden.index(slot).load(gl.SliceLayout(0, LOGITS))[None, :]
-        higher = gl.maximum(top, gl.max(s, 1))
-        p = gl.exp2(s - higher[:, None])
-        decay = gl.exp2(top - higher)
-        top = higher
-        total = total * decay + gl.sum(p, 1)
+        s = warpgroup_mma_wait(0, deps=[_logits(queries, tiles, 0, nothing, spec)])
+        for i in range(count - 1):
+            slot = i % _STAGES
+            top, total, decay, weights = _weigh(s, top, total, scale, slot, tiles, rows, ready)
+            acc = acc * gl.convert_layout(decay, OUTPUT_ROW)[:, None]
+            weights = gl.convert_layout(weights, WEIGHTS)
+            acc = warpgroup_mma(weights, tiles.left.index(slot), acc, is_async=True)
+            following = (i + 1) % _STAGES
+            mbarrier.wait(full.index(following), ((i + 1) // _STAGES) & 1)
+            fence_async_shared()
+            s = _logits(queries, tiles, following, nothing, spec)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index(slot))
+            s = warpgroup_mma_wait(0, deps=[s])
+        slot = (count - 1) % _STAGES
+        top, total, decay, weights = _weigh(s, top, total, scale, slot, tiles, rows, ready)
         acc = acc * gl.convert_layout(decay, OUTPUT_ROW)[:, None]
-        weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-        if RIGHT:
-            acc = warpgroup_mma(weights, right, acc, is_async=True)
-        else:
-            acc = warpgroup_mma(weights, left, acc, is_async=True)
+        weights = gl.convert_layout(weights, WEIGHTS)
+        acc = warpgroup_mma(weights, tiles.left.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    row = gl.arange(0, _ROWS, ROW)
+    total = gl.where(total == 0, 1.0, total)
+    if spec.SINKS:
+        live = head + row < spec.H
+        logit = gl.load(results[1] + head + row, mask=live, other=-float("inf")).to(gl.float32)
+        total += gl.exp2(logit * _LOG2E - gl.where(top == _FLOOR, 0.0, top))
+    totals.store(total)
+    mbarrier.arrive(done)
+    _store_half(acc, gl.convert_layout(total, OUTPUT_ROW), results[0], numbers, 0, spec)
+
+
+@gluon.jit
+def _second_consumer(results, numbers, tiles, rows, bars, spec: gl.constexpr):
+    """The warpgroup that sums the right half of the channels, by the weights of the first."""
+    _, decays, totals = rows
+    _, _, empty, ready, done = bars
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    acc = gl.zeros([_ROWS, _HALF], gl.float32, OUTPUT)
+    for i in range((numbers[0] + _TILE - 1) // _TILE):
+        slot = i % _STAGES
+        mbarrier.wait(ready.index(slot), (i // _STAGES) & 1)
+        fence_async_shared()
+        acc = acc * decays.index(slot).load(ROW)[:, None]
+        acc = warpgroup_mma(tiles.turned.index(slot), tiles.right.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(slot))
-    top = gl.convert_layout(top, OUTPUT_ROW)
-    total = gl.convert_layout(total, OUTPUT_ROW)
-    row = gl.arange(0, _ROWS, OUTPUT_ROW)
-    live = head + row < spec.H
-    divisor = gl.where(total == 0, 1.0, total)
-    if spec.SINKS:
-        logit = gl.load(sinks + head + row, mask=live, other=-float("inf")).to(gl.float32)
-        divisor += gl.exp2(logit * _LOG2E - gl.where(total == 0, 0.0, top))
-    d = gl.arange(0, _HALF, gl.SliceLayout(0, OUTPUT))
-    if RIGHT:
-        d += _HALF
+    mbarrier.wait(done, 0)
+    _store_half(acc, totals.load(ROW), results[0], numbers, _HALF, spec)
+
+
+@gluon.jit
+def _store_half(acc, total, out, numbers, first: gl.constexpr, spec: gl.constexpr):
+    """Divide by the sums of weights, and store the channels from `first` on."""
+    _, _, head, first_row = numbers
+    row = gl.arange(0, _ROWS, total.type.layout)
+    d = first + gl.arange(0, _HALF, gl.SliceLayout(0, acc.type.layout))
     at = out + (first_row + row)[:, None] * (2 * _HALF) + d[None, :]
-    gl.store(at, (acc / divisor[:, None]).to(DTYPE), live[:, None])
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    gl.store(at, result, (head + row < spec.H)[:, None])
 
 
 @gluon.jit
@@ -229,42 +282,40 @@ def attend_picks_hopper(
     q_right = gl.allocate_shared_memory(DTYPE, [_ROWS, _HALF], READ)
     left = gl.allocate_shared_memory(DTYPE, [_STAGES, _TILE, _HALF], READ)
     right = gl.allocate_shared_memory(DTYPE, [_STAGES, _TILE, _HALF], READ)
+    turned = gl.allocate_shared_memory(DTYPE, [_STAGES, _TILE, _TURNED], READ)
     q_turned = q_left
-    turned = left
     if spec.TURNS:
         q_turned = gl.allocate_shared_memory(DTYPE, [_ROWS, _TURNED], READ)
-        turned = gl.allocate_shared_memory(DTYPE, [_STAGES, _TILE, _TURNED], READ)
     queries = Panels(q_left, q_right, q_turned)
     tiles = Panels(left, right, turned)
-    hidden = gl.allocate_shared_memory(
-        gl.float32, [_STAGES, _TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    hidden = gl.allocate_shared_memory(gl.float32, [_STAGES, _TILE], PLAIN)
+    decays = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [_ROWS], PLAIN)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_there = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)  # weights
+    done = gl.allocate_shared_memory(gl.int64, [1], BARRIER)  # sums of weights
     mbarrier.init(q_there, count=128)  # each thread of the producer when its copies have come
     for i in gl.static_range(_STAGES):
         mbarrier.init(full.index(i), count=129)
         mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(ready.index(i), count=1)
+    mbarrier.init(done, count=1)
     fence_async_shared()
-    bars = (q_there, full, empty)
     row = at * spec.H + head
-    results, numbers = (out, sinks), (K, scale, head, row)
+    results, numbers, rows = (out, sinks), (K, scale, head, row), (hidden, decays, totals)
+    bars = (q_there, full, empty, ready, done)
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (results, numbers, queries, tiles, hidden, bars, gl.constexpr(False), spec),
-            ),
-            (
-                _consumer,
-                (results, numbers, queries, tiles, hidden, bars, gl.constexpr(True), spec),
-            ),
+            (_first_consumer, (results, numbers, queries, tiles, rows, bars, spec)),
+            (_second_consumer, (results, numbers, tiles, rows, bars, spec)),
             (_producer, (sources, places, queries, tiles, hidden, bars, head, spec)),
         ],
         [4, 4],
-        [216, 80],
+        [168, 104],
     )
 
 
@@ -285,6 +336,8 @@ def serves(tensors: tuple[torch.Tensor, ...], on: Card) -> bool:
         and heads > ROWS // 2
         and batch * queries * cdiv(heads, ROWS) >= on.processors
         and all(_copies(x) for x in (q_latent, latents, *rotated))
+        # A producer that multiplied in 64 bits would be too slow for its consumers.
+        and all(x.shape[1] * x.stride(1) < 2**31 for x in (latents, rope))
     )
 
 
