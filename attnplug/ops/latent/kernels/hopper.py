@@ -149,9 +149,7 @@ def _weigh(s, top, total, scale, slot, tiles, rows, ready):
 def _first_consumer(results, numbers, queries, tiles, rows, bars, spec: gl.constexpr):
     """The warpgroup that makes the weights, and sums the left half of the channels."""
     K, scale, head, _ = numbers
-    hidden, decays, totals = rows
     q_there, full, empty, ready, done = bars
-    DTYPE: gl.constexpr = results[0].dtype.element_ty
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
@@ -192,7 +190,7 @@ def _first_consumer(results, numbers, queries, tiles, rows, bars, spec: gl.const
         live = head + row < spec.H
         logit = gl.load(results[1] + head + row, mask=live, other=-float("inf")).to(gl.float32)
         total += gl.exp2(logit * _LOG2E - gl.where(top == _FLOOR, 0.0, top))
-    totals.store(total)
+    rows[2].store(total)
     mbarrier.arrive(done)
     _store_half(acc, gl.convert_layout(total, OUTPUT_ROW), results[0], numbers, 0, spec)
 
