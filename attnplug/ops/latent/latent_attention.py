@@ -40,6 +40,7 @@ from attnplug.ops.latent.kernels.attend import attend_latents
 
 NAME = "latent_attention"
 WIDEST_LATENT, WIDEST_ROPE = 512, 64
+FEW = 4096  # query-head pairs, for which the merge cuts columns, too
 
 
 def latent_attention(
@@ -262,7 +263,7 @@ def plan_for(
             break
     blocks = batch * program_blocks(plan, queries, heads, listed)
     splits = max(1, min(cdiv(slots, plan.tile), on.processors // max(1, blocks)))
-    few = batch * queries * heads <= 4096
+    few = batch * queries * heads <= FEW
     return plan._replace(splits=splits, columns=32 if few else padded_channels(widths[0]))
 
 
@@ -331,38 +332,55 @@ def launch_latent_attention(
         launch_merge(output, plan.splits, plan.columns)
 
 
-def launch_on_hopper(tensors, picks, scale, sinks, lengths, key_mask, out):
-    """Run the Gluon kernel (kernels/hopper.py), which attends and merges in one."""
+def launch_on_hopper(
+    tensors, picks, scale, sinks, lengths, key_mask, out, splits: int | None = None
+):
+    """Run the Gluon kernel (kernels/hopper.py), and merge its pieces if there are some."""
     q_latent, q_rope, latents, rope = tensors
-    batch, queries, heads, _ = q_latent.shape
-    turned = rope.shape[2] > 0
+    batch, queries, heads, width = q_latent.shape
+    turned, slots = rope.shape[2] > 0, picks.shape[2]
+    if splits is None:
+        splits = hopper.splits_of(batch * queries, heads, slots, card(out.device))
+    merged = out.view(batch * queries, heads, 1, width)
+    pieces = None if splits == 1 else pieces_of(merged, splits)
+    pdl, dependent = early(out.device)
     launch_kernel(
         hopper.attend_picks_hopper,
-        grid=(queries * cdiv(heads, hopper.ROWS), batch),
+        grid=(queries * cdiv(heads, hopper.ROWS), splits, batch),
         q_latent=q_latent,
         q_rope=q_rope if turned else q_latent,
         latents=latents,
         rope=rope if turned else latents,
         picks=picks.contiguous(),
         tokens=rows_of(latents.shape[1], lengths, None, mask_bytes(key_mask)),
-        out=out,
+        out=out if pieces is None else pieces,
         sinks=out if sinks is None else sinks,
         scale=scale * LOG2E,
         S=queries,
-        K=picks.shape[2],
+        K=slots,
+        splits=splits,
         q_latent_strides=q_latent.stride()[:3],
         q_rope_strides=q_rope.stride()[:3],
         latents_strides=latents.stride()[:2],
         rope_strides=rope.stride()[:2],
+        PDL=pdl,
         spec=hopper.Spec(
             H=heads,
             TURNS=turned,
             MASKED=key_mask is not None,
             SINKS=sinks is not None,
             STEP=row_step(lengths),
+            PIECES=pieces is not None,
         ),
-        num_warps=4,
+        **{"num_warps": 4, **dependent},
     )
+    if pieces is not None:
+        launch_merge(Output(pieces, merged, None, sinks), splits, merged_columns(out))
+
+
+def merged_columns(out: torch.Tensor) -> int:
+    """Columns of a program of the merge: fewer, and more programs, where rows are few."""
+    return 32 if out[..., 0].numel() <= FEW else padded_channels(out.shape[3])
 
 
 _latent_attention = define_op(

@@ -247,6 +247,25 @@ def test_many_queries(heads, turned, dtype):
     assert_close(found, wanted, visible(wanted, picks))
 
 
+@pytest.mark.gpu
+def test_heads_a_prompt_apart():
+    """Queries as a product by heads leaves them: more numbers from head to head than 32 bits
+    count."""
+    queries, heads = 33000, 128
+    q = torch.zeros(heads, queries, 512, dtype=torch.bfloat16, device="cuda")
+    q[:, -140:] = random(72, heads, 140, 512).cuda() / 8
+    q_rope = random(73, 1, queries, heads, 64, dtype=torch.bfloat16).cuda() / 8
+    cache = [x.cuda() for x in inputs(74, 1, 1, 1, queries, 512, 64, torch.bfloat16)[2:]]
+    picks = some_picks(75, 1, 140, queries - 140, 200).cuda()
+    listed = torch.full((1, queries, 200), -1, dtype=torch.int32, device="cuda")
+    listed[:, -140:] = picks
+    q = q.transpose(0, 1)[None]
+    found = latent_attention(q, q_rope, *cache, listed, scale=SCALE)
+    last = q[:, -140:].contiguous(), q_rope[:, -140:].contiguous()
+    assert torch.equal(found[:, -140:], latent_attention(*last, *cache, picks, scale=SCALE))
+    assert (found[:, :-140] == 0).all()
+
+
 # ---- the op -------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
 """The Hopper (sm_90) kernel of latent_attention over picks, in Gluon: a program for 64 heads of one
-query.
+query, and where queries are few for a piece of their picks.
 
 A program is warp-specialised. Four producer warps gather tiles of 64 picked tokens into a ring of
 two stages, 16 bytes a copy, since picks lie anywhere and TMA reads boxes. The sum of 64 heads by
@@ -21,6 +21,7 @@ import torch
 
 from attnplug.ops.common.constants import Constant
 from attnplug.ops.common.device import Card
+from attnplug.ops.common.hopper import gdc_launch_dependents, gdc_wait
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E
 from attnplug.ops.common.triton import (
@@ -58,14 +59,16 @@ class Spec(NamedTuple):
     MASKED: bool  # there is a key mask
     SINKS: bool
     STEP: int  # from a row's length to the next row's; 0 where all rows share one
+    PIECES: bool  # picks are cut in pieces, which another kernel merges
 
 
 @gluon.jit
 def _copy_rows(panel, at, token, stride, COLUMNS: gl.constexpr):
-    """COLUMNS channels of 64 tokens into shared memory, zeros for the token -1."""
+    """COLUMNS channels of 64 tokens into shared memory, zeros for the token -1. Tokens of 32 bits
+    are multiplied in 32 bits, which is what keeps the producer in front of its consumers."""
     layout: gl.constexpr = token.type.layout.parent
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    place = gl.maximum(token, 0)[:, None] * stride + d[None, :]  # 32 bits; see `serves`
+    place = gl.maximum(token, 0)[:, None] * stride + d[None, :]
     async_copy.async_copy_global_to_shared(panel, at + place, mask=(token >= 0)[:, None])
 
 
@@ -84,22 +87,21 @@ def _seen_of(i, picks_at, mask_at, K, limit, spec: gl.constexpr, layout: gl.cons
 def _producer(sources, places, queries, tiles, hidden, bars, head, spec: gl.constexpr):
     """The warps that gather the queries, and then tile after tile."""
     q_latent, q_rope, latents, rope, picks, mask = sources
-    q_head, q_turned_head, token_step, turned_step, K, limit = places
+    q_head, q_turned_head, token_step, turned_step, K, count, limit = places
     q_there, full, empty, _, _ = bars
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
     NARROW_ROW: gl.constexpr = gl.SliceLayout(1, NARROW)
     row = head + gl.arange(0, _ROWS, WIDE_ROW)
-    row = gl.where(row < spec.H, row, -1)
+    row = gl.where(row < spec.H, row, -1).to(gl.int64)  # heads may lie a prompt apart
     _copy_rows(queries.left, q_latent, row, q_head, _HALF)
     _copy_rows(queries.right, q_latent + _HALF, row, q_head, _HALF)
     if spec.TURNS:
         row = head + gl.arange(0, _ROWS, NARROW_ROW)
-        row = gl.where(row < spec.H, row, -1)
+        row = gl.where(row < spec.H, row, -1).to(gl.int64)
         _copy_rows(queries.turned, q_rope, row, q_turned_head, _TURNED)
     async_copy.mbarrier_arrive(q_there, increment_count=False)
-    count = (K + _TILE - 1) // _TILE
     token = _seen_of(0, picks, mask, K, limit, spec, WIDE_ROW)
     for i in range(count):
         slot = i % _STAGES
@@ -148,7 +150,7 @@ def _weigh(s, top, total, scale, slot, tiles, rows, ready):
 @gluon.jit
 def _first_consumer(results, numbers, queries, tiles, rows, bars, spec: gl.constexpr):
     """The warpgroup that makes the weights, and sums the left half of the channels."""
-    K, scale, head, _ = numbers
+    count, scale, head, _, _, _ = numbers
     q_there, full, empty, ready, done = bars
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
@@ -159,7 +161,6 @@ def _first_consumer(results, numbers, queries, tiles, rows, bars, spec: gl.const
     top = gl.full([_ROWS], _FLOOR, gl.float32, ROW)
     total = gl.zeros([_ROWS], gl.float32, ROW)
     acc = gl.zeros([_ROWS, _HALF], gl.float32, OUTPUT)
-    count = (K + _TILE - 1) // _TILE
     mbarrier.wait(q_there, 0)
     if count > 0:
         mbarrier.wait(full.index(0), 0)
@@ -185,14 +186,19 @@ def _first_consumer(results, numbers, queries, tiles, rows, bars, spec: gl.const
         acc = warpgroup_mma(weights, tiles.left.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     row = gl.arange(0, _ROWS, ROW)
-    total = gl.where(total == 0, 1.0, total)
-    if spec.SINKS:
-        live = head + row < spec.H
-        logit = gl.load(results[1] + head + row, mask=live, other=-float("inf")).to(gl.float32)
-        total += gl.exp2(logit * _LOG2E - gl.where(top == _FLOOR, 0.0, top))
+    live = head + row < spec.H
+    out, lse, sinks = results
+    empty_rows = total == 0
+    total = gl.where(empty_rows, 1.0, total)
+    if spec.PIECES:
+        piece = gl.where(empty_rows, -float("inf"), top + gl.log2(total))
+        gl.store(lse + _place_of(row, numbers), piece, mask=live)
+    elif spec.SINKS:
+        logit = gl.load(sinks + head + row, mask=live, other=-float("inf")).to(gl.float32)
+        total += gl.exp2(logit * _LOG2E - gl.where(empty_rows, 0.0, top))
     rows[2].store(total)
     mbarrier.arrive(done)
-    _store_half(acc, gl.convert_layout(total, OUTPUT_ROW), results[0], numbers, 0, spec)
+    _store_half(acc, gl.convert_layout(total, OUTPUT_ROW), out, numbers, 0, spec)
 
 
 @gluon.jit
@@ -203,7 +209,7 @@ def _second_consumer(results, numbers, tiles, rows, bars, spec: gl.constexpr):
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     acc = gl.zeros([_ROWS, _HALF], gl.float32, OUTPUT)
-    for i in range((numbers[0] + _TILE - 1) // _TILE):
+    for i in range(numbers[0]):
         slot = i % _STAGES
         mbarrier.wait(ready.index(slot), (i // _STAGES) & 1)
         fence_async_shared()
@@ -216,14 +222,20 @@ def _second_consumer(results, numbers, tiles, rows, bars, spec: gl.constexpr):
 
 
 @gluon.jit
+def _place_of(row, numbers):
+    """The number of a head's piece among all."""
+    _, _, _, first_row, split, splits = numbers
+    return (first_row + row) * splits + split
+
+
+@gluon.jit
 def _store_half(acc, total, out, numbers, first: gl.constexpr, spec: gl.constexpr):
     """Divide by the sums of weights, and store the channels from `first` on."""
-    _, _, head, first_row = numbers
     row = gl.arange(0, _ROWS, total.type.layout)
     d = first + gl.arange(0, _HALF, gl.SliceLayout(0, acc.type.layout))
-    at = out + (first_row + row)[:, None] * (2 * _HALF) + d[None, :]
+    at = out + _place_of(row, numbers)[:, None] * (2 * _HALF) + d[None, :]
     result = (acc / total[:, None]).to(out.dtype.element_ty)
-    gl.store(at, result, (head + row < spec.H)[:, None])
+    gl.store(at, result, (numbers[2] + row < spec.H)[:, None])
 
 
 @gluon.jit
@@ -239,18 +251,25 @@ def attend_picks_hopper(
     scale,
     S,
     K,
+    splits,
     q_latent_strides,
     q_rope_strides,
     latents_strides,
     rope_strides,
+    PDL: gl.constexpr,
     spec: gl.constexpr,
 ):
-    """64 heads of one query against all of its `picks [K]`; the arguments are those of
-    `attend_latents`, `spec` is a Spec. A tensor that a call lacks is any other."""
+    """64 heads of one query against a piece of its `picks [K]`; the arguments are those of
+    `attend_latents`, `spec` is a Spec, `out` the pieces where there are some. A tensor that a call
+    lacks is any other."""
+    if PDL:
+        gdc_wait()  # for the picks, and for whatever else the kernels before have written
+        gdc_launch_dependents()
     BLOCKS: gl.constexpr = (spec.H + _ROWS - 1) // _ROWS
     query = gl.program_id(0) // BLOCKS
     head = gl.program_id(0) % BLOCKS * _ROWS
-    b = gl.program_id(1).to(gl.int64)
+    split = gl.program_id(1)
+    b = gl.program_id(2).to(gl.int64)
     length = tokens.S
     if tokens.lengths is not None:
         length = gl.load(tokens.lengths + b * spec.STEP)
@@ -261,6 +280,9 @@ def attend_picks_hopper(
     turned_b, turned_s, turned_h = q_rope_strides
     latents_b, latents_t = latents_strides
     rope_b, rope_t = rope_strides
+    all_tiles = (K + _TILE - 1) // _TILE
+    first = split * all_tiles // splits
+    count = (split + 1) * all_tiles // splits - first
     mask = picks  # stands for none
     if spec.MASKED:
         mask = tokens.key_mask + b * tokens.mask_b
@@ -269,12 +291,12 @@ def attend_picks_hopper(
         q_rope + b * turned_b + query.to(gl.int64) * turned_s,
         latents + b * latents_b,
         rope + b * rope_b,
-        picks + at * K,
+        picks + at * K + first * _TILE,
         mask,
     )
-    places = (q_h, turned_h, latents_t, rope_t, K, limit)
+    places = (q_h, turned_h, latents_t, rope_t, K - first * _TILE, count, limit)
 
-    DTYPE: gl.constexpr = out.dtype.element_ty
+    DTYPE: gl.constexpr = latents.dtype.element_ty
     READ: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_left = gl.allocate_shared_memory(DTYPE, [_ROWS, _HALF], READ)
     q_right = gl.allocate_shared_memory(DTYPE, [_ROWS, _HALF], READ)
@@ -304,7 +326,11 @@ def attend_picks_hopper(
     mbarrier.init(done, count=1)
     fence_async_shared()
     row = at * spec.H + head
-    results, numbers, rows = (out, sinks), (K, scale, head, row), (hidden, decays, totals)
+    lse = out
+    if spec.PIECES:
+        lse = out + gl.num_programs(2).to(gl.int64) * S * spec.H * splits * (2 * _HALF)
+    results, rows = (out, lse, sinks), (hidden, decays, totals)
+    numbers = (count, scale, head, row, split, splits)
     bars = (q_there, full, empty, ready, done)
     gl.warp_specialize(
         [
@@ -321,21 +347,17 @@ def attend_picks_hopper(
 
 
 def serves(tensors: tuple[torch.Tensor, ...], on: Card) -> bool:
-    """Whether the kernel can read `q_latent, q_rope, latents, rope`, and has a program for every
-    multiprocessor: with fewer, cutting the tokens in pieces is faster."""
+    """Whether the kernel can read `q_latent, q_rope, latents, rope`, and has heads for its rows."""
     q_latent, q_rope, latents, rope = tensors
-    batch, queries, heads, width = q_latent.shape
     rotated = [q_rope, rope] if rope.shape[2] else []
     return (
         on.wgmma
         and q_latent.element_size() == 2
-        and width == WIDTH
+        and q_latent.shape[3] == WIDTH
         and rope.shape[2] in (0, TURNED)
-        and heads > ROWS // 2
-        and batch * queries * cdiv(heads, ROWS) >= on.processors
+        and q_latent.shape[2] > ROWS // 2
         and all(_copies(x) for x in (q_latent, latents, *rotated))
-        # A producer that multiplied in 64 bits would be too slow for its consumers.
-        and all(x.shape[1] * x.stride(1) < 2**31 for x in (latents, rope))
+        and all(x.shape[1] * x.stride(1) < 2**31 for x in (latents, rope))  # `_copy_rows`
     )
 
 
@@ -343,3 +365,9 @@ def _copies(x: torch.Tensor) -> bool:
     """Whether all rows of channels begin at multiples of the 16 bytes of a copy."""
     strides = [step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in strides)
+
+
+def splits_of(rows: int, heads: int, slots: int, on: Card) -> int:
+    """The pieces that each of `rows` queries' lists of `slots` picks is cut in, so that there is a
+    program for every multiprocessor."""
+    return max(1, min(cdiv(slots, TILE), on.processors // max(1, rows * cdiv(heads, ROWS))))
