@@ -8,7 +8,8 @@ where t runs over the tokens that query s sees, or over those among `picks[b, s]
 head's projections that expands latents into its keys and values is folded into `q_latent`, and is
 applied to `out`: heads read the cache as it is stored, once for all of them.
 
-One program attends ROWS heads of a query to its picks. Without picks its rows are query-head pairs
+One program attends ROWS heads of a query to its picks; on a Hopper card that is a kernel of its own
+(kernels/hopper.py) for the widths that models have. Without picks its rows are query-head pairs
 of neighbouring queries, over all that the last of these sees. Where there are too few such programs
 for a card, the tokens are cut in pieces that a second kernel merges (split-k).
 Sources: DeepSeek-V2 (2024) for MLA, DeepSeek-V3.2 (2025) for its sparse attention; Flash-Decoding
