@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from attnplug.bench.compile_ahead import compile_ahead
 from attnplug.bench.quick import (
     PLANS,
     Heads,
@@ -60,12 +61,17 @@ class Point(NamedTuple):
 
 
 def measure(
-    heads: Heads, device: str, begin: Callable[[str, int], None], names: Sequence[str] = ()
+    heads: Heads,
+    device: str,
+    begin: Callable[[str, int], None],
+    names: Sequence[str] = (),
+    share: tuple[int, int] | None = None,
 ) -> Iterator[Point]:
     """Time each method of `names` (all, where there are none) against dense. `begin` is told what
-    comes next, and how many are still to come. Lengths that find no memory are left out."""
+    comes next, and how many are still to come. Lengths that find no memory are left out. A `share`
+    (i, n) takes every n-th case from the i-th on, in a single round (`compile_ahead`)."""
     plan, wanted = PLANS[device], names or (*DECODES, *PREFILLS)
-    plan = dataclasses.replace(plan, rounds=min(ROUNDS, plan.rounds))
+    plan = dataclasses.replace(plan, rounds=min(ROUNDS, plan.rounds) if share is None else 1)
     cases = [
         (name, batch, n)
         for name in wanted
@@ -74,6 +80,8 @@ def measure(
         )
         for n in lengths
     ]
+    if share is not None:
+        cases = cases[share[0] :: share[1]]
     for number, (name, batch, n) in enumerate(cases):
         asked: dict[str, Any] = {"min_tokens": 0}
         method = methods()[name](**asked)
@@ -176,6 +184,9 @@ def run(heads: Heads, device: str, names: Sequence[str], console: Console) -> di
             total = bar.tasks[task].total or left
             bar.update(task, description=what, total=total, completed=total - left)
 
+        if device == "cuda":
+            compile_ahead(heads, device, names, begin)
+            bar.reset(task, total=None)
         found = crossovers(list(measure(heads, device, begin, names)))
     shape, today = heads.shape(device), datetime.datetime.now(datetime.UTC).date().isoformat()
     path = keep(shape.device, shape.heads, today, found)
