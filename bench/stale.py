@@ -78,6 +78,8 @@ NOT_FOLLOWED = {
     f"{POLICIES}/{name}.py" for name in ("base", "crossover", "dense", "grammar", "policy")
 }
 NOT_FOLLOWED |= {f"{OPS}/common/checks.py"}
+# what serves models with latents, of which no row of bench/results is
+NOT_FOLLOWED |= {f"{POLICIES}/_absorbed.py"}
 
 
 class NoHistoryError(RuntimeError):

@@ -10,6 +10,10 @@ on whole prompts.
 import dataclasses
 import datetime
 import functools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +22,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from attnplug.bench.compile_ahead import compile_ahead
 from attnplug.bench.quick import (
     PLANS,
     Heads,
@@ -45,6 +48,7 @@ LENGTHS = {
 PROMPTS = {"cuda": (4096, 16384, 65536), "cpu": (1024, 4096)}
 DECODES, PREFILLS = ("gather", "sketch", "gvr", "certified"), ("momo",)
 ROUNDS = 9
+PROCESSES = 8  # that compile, at most: each has the GPU's context and a cache of its own
 MARGIN, FARTHEST = 1.1, 4  # behind the crossing, and times the longest length beyond which it is
 STEP = 256  # tokens; a crossover is a multiple
 
@@ -170,6 +174,41 @@ def crossing(points: Sequence[Point]) -> int:
     return NEVER if at > FARTHEST * line[-1][0] else -(-int(at) // STEP) * STEP
 
 
+def compile_ahead(
+    heads: Heads, device: str, names: Sequence[str], begin: Callable[[str, int], None]
+) -> None:
+    """Compile what `measure` is going to time, in several processes: a process compiles a kernel at
+    a time, and what it has compiled Triton keeps on disk, where the others find it. Each runs its
+    share of the cases once, and leaves what it cannot run, for want of memory for example, to the
+    process that times. `begin` is told what comes next, as by `measure`."""
+    count = min(PROCESSES, os.cpu_count() or 1)
+    if count < 2:
+        return
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for share in range(count):
+            asked = json.dumps(
+                [heads.query, heads.kv, heads.dim, device, list(names), share, count]
+            )
+            command = [sys.executable, "-m", "attnplug.bench.tune", asked]
+            quiet = subprocess.DEVNULL
+            running.append(subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet))
+        for number, process in enumerate(running):
+            begin("compiling kernels", count - number)
+            process.wait()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def run_share(asked: str) -> int:
+    """Run what `compile_ahead` asked of this process; how many cases there were."""
+    query, kv, dim, device, names, share, count = json.loads(asked)
+    heads = Heads(query, kv, dim)
+    return len(list(measure(heads, device, lambda what, left: None, names, (share, count))))
+
+
 def run(heads: Heads, device: str, names: Sequence[str], console: Console) -> dict[str, Any]:
     """Measure, keep what was found in the user's file, and show it beside the methods' own
     crossovers. Raises ArgumentError for a method that has none."""
@@ -219,3 +258,7 @@ def table(shape: LayerShape, found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _tokens(count: int) -> str:
     return "never" if count >= NEVER else f"{count:,}"
+
+
+if __name__ == "__main__":  # a process of `compile_ahead`
+    run_share(sys.argv[1])

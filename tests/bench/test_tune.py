@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import attnplug
-from attnplug.bench import compile_ahead, tune
+from attnplug.bench import tune
 from attnplug.bench.quick import Heads
 from attnplug.bench.tune import BATCH, Point, crossing, crossovers
 from attnplug.cli import app
@@ -98,7 +98,7 @@ def test_processes_compile_a_share_each(monkeypatch):
     monkeypatch.setitem(tune.LENGTHS, "cpu", {1: (256, 512), 2: (128,)})
     monkeypatch.setitem(tune.PROMPTS, "cpu", (128, 256))
     asked = [json.dumps([4, 2, 64, "cpu", ["gather", "momo"], i, 3]) for i in range(3)]
-    assert [compile_ahead.run_share(each) for each in asked] == [2, 2, 1]
+    assert [tune.run_share(each) for each in asked] == [2, 2, 1]
     ended, told = [], []
 
     class Process(subprocess.Popen):
@@ -106,11 +106,11 @@ def test_processes_compile_a_share_each(monkeypatch):
             ended.append(super().wait(timeout))
             return ended[-1]
 
-    monkeypatch.setattr(compile_ahead.subprocess, "Popen", Process)
-    monkeypatch.setattr(compile_ahead, "PROCESSES", 2)
-    monkeypatch.setattr(compile_ahead.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(tune.subprocess, "Popen", Process)
+    monkeypatch.setattr(tune, "PROCESSES", 2)
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 4)
     begin = lambda what, left: told.append((what, left))  # noqa: E731
-    compile_ahead.compile_ahead(Heads(2, 1, 16), "cpu", ["momo"], begin)
+    tune.compile_ahead(Heads(2, 1, 16), "cpu", ["momo"], begin)
     assert told == [("compiling kernels", 2), ("compiling kernels", 1)] and ended == [0] * 4
 
 
@@ -125,10 +125,10 @@ def test_an_interrupt_ends_the_processes_that_compile(monkeypatch):
     def begin(what, left):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compile_ahead.subprocess, "Popen", Process)
-    monkeypatch.setattr(compile_ahead.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(tune.subprocess, "Popen", Process)
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 3)
     with pytest.raises(KeyboardInterrupt):
-        compile_ahead.compile_ahead(HEADS, "cpu", [], begin)
+        tune.compile_ahead(HEADS, "cpu", [], begin)
     assert len(made) == 3 and all(process.poll() is not None for process in made)
 
 
