@@ -104,7 +104,7 @@ def run_index(inputs, k: int, plan=None, lengths=None, key_mask=None) -> torch.T
     if plan is None:
         rows = {"lengths": lengths, "key_mask": key_mask}
         return index_topk(*inputs, k, scale=SCALE_OF_INDEX, **rows)
-    args = *inputs, k, SCALE_OF_INDEX, lengths, key_mask, None
+    args = *inputs, k, SCALE_OF_INDEX, lengths, key_mask, None, None
     picks = indexing._allocate(*args)
     indexing.launch_index_topk(*args, picks, plan=plan)
     return picks

@@ -11,7 +11,8 @@ def index_topk(op: Any) -> Cases:
     def case(batch, queries, heads, size, width, k=2048, dtype=BF16, **options):
         q = new(batch, queries, heads, width, dtype=dtype)
         weights = new(batch, queries, heads, dtype=FP32)
-        keys = new(batch, size, width, dtype=dtype)
+        stored = "key_scale" in options
+        keys = new(batch, size, width, dtype=torch.float8_e4m3fn if stored else dtype)
         return lambda: op(q, weights, keys, k, scale=0.1, **options)
 
     yield "step 32K", case(1, 1, 64, 32768, 128, lengths=new(1, dtype=INT64))
@@ -26,6 +27,10 @@ def index_topk(op: Any) -> Cases:
     yield "prompt over pools", case(16, 2048, 32, 8192, 128, 128, **pools)  # GLM-5.3's
     pools = {"lengths": new(1, dtype=INT64), "key_mask": new(1, 8192, dtype=torch.bool)}
     yield "step over pools", case(1, 1, 32, 8192, 128, 128, **pools)
+    stored = {"lengths": new(1, dtype=INT64), "key_scale": new(8, 131072, dtype=FP32)}
+    yield "fp8 batch=8", case(8, 1, 64, 131072, 128, **stored)
+    stored = {"lengths": new(1, dtype=INT64), "key_scale": new(1, 32768, dtype=FP32)}
+    yield "fp8 prefill", case(1, 512, 64, 32768, 128, **stored)
     yield "H=200", case(1, 4, 200, 4096, 64, 500)
     yield "fp32", case(1, 64, 64, 4096, 128, 500, FP32)
     yield "fp32 step D=256", case(2, 1, 16, 4096, 256, 500, FP32)

@@ -175,7 +175,7 @@ def time_scores_step(batch: int, tokens: int, plan=None) -> dict[str, float]:
     sets = [index_inputs(batch, 1, tokens, seed=s) for s in range(min(8, sets_for(read, read)))]
     plan = plan or index_plan(sets[0])
     scores = torch.empty(batch, tokens, device="cuda")
-    launch, last = indexing._launch_scores, (0, scores, plan, None)
+    launch, last = indexing._launch_scores, (0, scores, plan, None, None)
     calls = [
         functools.partial(launch, *x, length_of(tokens), None, SCALE_OF_INDEX, *last) for x in sets
     ]
@@ -197,7 +197,7 @@ def time_index_prefill(queries: int, tokens: int, plan=None, scores_only: bool =
     if scores_only:
         few = q[:, -512:], weights[:, -512:], keys
         scores = torch.empty(512, tokens, device="cuda")
-        last = 0, scores, plan or index_plan(few), None
+        last = 0, scores, plan or index_plan(few), None, None
         call = functools.partial(
             indexing._launch_scores, *few, lengths, None, SCALE_OF_INDEX, *last
         )

@@ -69,7 +69,7 @@ from attnplug.models.picked_pools import (
 from attnplug.models.refusals import refuse_options
 from attnplug.models.rewritten import Forward, body_of, rewritten, run_rewritten
 from attnplug.ops import index_topk
-from attnplug.ops.common.checks import why_not_width
+from attnplug.ops.common.checks import FP8, why_not_width
 
 # The end of an indexer's forward, as ast.unparse writes it.
 SCORES = "scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1))"
@@ -197,20 +197,26 @@ def pick_tokens(
     """The picks `[B,S,K]` int32 of an indexer's queries `[B,S,H,D]`, with weights `[B,S,H]`, among
     its keys `[B,T,D]`. `mask` `[B,S,T]` is one of the user's own, or `index_mask`'s."""
     mask = mask[:, None]
+    layer = None if cache is None else cache.layers[indexer.layer_idx]
+    key_scale = None if layer is None or k.dtype != FP8 else layer.index_scale
     if not is_compact(mask, q.shape[1]):
+        if key_scale is not None:
+            k = k.float() * key_scale[..., None]
         scores = torch.einsum("bsht,bsh->bst", (_products(q, k) * scale).relu(), weights)
         hidden = ~mask if mask.dtype == torch.bool else mask < 0
         scores = scores.masked_fill(hidden[:, 0, :, : k.shape[1]], float("-inf"))
         return scores.topk(min(indexer.index_topk, k.shape[1]), -1).indices.to(torch.int32)
-    lengths = None if cache is None else lengths_of(cache.layers[indexer.layer_idx])
+    lengths = None if layer is None else lengths_of(layer)
     return index_topk(
-        q.to(k.dtype),  # autocast, and norms that are kept in float32, mix precisions
+        # autocast, and norms that are kept in float32, mix precisions
+        q if key_scale is not None else q.to(k.dtype),
         weights,
         k,
         indexer.index_topk,
         scale=scale,
         lengths=lengths,
         key_mask=key_mask(mask, *k.shape[:2]),
+        key_scale=key_scale,
     )
 
 

@@ -8,6 +8,17 @@ from transformers.cache_utils import StaticLayer
 
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.cache import PlugLayer, RowBuffers
+from attnplug.ops.common.checks import FP8
+
+LARGEST = torch.finfo(FP8).max
+
+
+def in_eight_bits(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8_e4m3fn as bytes `[B,S,D]`, float32 `[B,S]`) of keys `[B,S,D]`: each key is divided by
+    a factor that brings its largest number to the largest of fp8."""
+    wide = keys.float()
+    scale = wide.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
+    return (wide / scale[..., None]).to(FP8).view(torch.uint8), scale
 
 
 class IndexedLayer(PlugLayer):
@@ -20,12 +31,16 @@ class IndexedLayer(PlugLayer):
     Where it picks blocks by compressed keys, these are `pooled` `[B,J,D]`. `turns`
     `[B,max_length,P]` are the cosines and sines of all tokens, and `shown` `[B,max_length]` is the
     mask that `pooled` was made under, all False where it was not.
+
+    With `in_fp8` the keys of an indexer that scores tokens are float8_e4m3fn, kept as bytes, and
+    `index_scale` `[B,max_length]` is what each is multiplied by.
     (The contract of transformers' StaticIndexedLayer, and of its sparse layer of MiniMax-M3.)"""
 
     row_buffers: ClassVar[RowBuffers] = dict.fromkeys(
-        ("indexer_keys", "pool_keys", "turns", "pooled", "shown")
+        ("indexer_keys", "index_scale", "pool_keys", "turns", "pooled", "shown")
     )
     indexer_keys: torch.Tensor | None = None
+    index_scale: torch.Tensor | None = None
     pool_keys: torch.Tensor | None = None
     turns: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
@@ -33,18 +48,29 @@ class IndexedLayer(PlugLayer):
     pool_size = 1  # tokens of a compressed key
     has_index_only = False  # its tokens are counted by the indexer's update
 
+    def __init__(self, *, max_cache_len: int, in_fp8: bool = False):
+        super().__init__(max_cache_len=max_cache_len)
+        self.in_fp8 = in_fp8
+
     @property
     def crops_exactly(self) -> bool:
         """Index keys behind the last token are never read."""
         return True
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
-        """`update_indexer` as MiniMax-M3 has it, for `[B,1,S,D]`."""
-        return self.update_indexer(keys[:, 0])[:, None]
+        """`update_indexer` as MiniMax-M3 has it, for `[B,1,S,D]`: keys of blocks, never in fp8."""
+        return self._write_index(keys[:, 0], False)[:, None]
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the keys `[B,S,D]` of the tokens that `update` has just counted, and return the
-        whole buffer."""
+        whole buffer, float8_e4m3fn with `in_fp8`. (GLM-5.3 packs keys with gates and a flag, an odd
+        number of channels in all; they stay as they are.)"""
+        stored = self.in_fp8 and indexer_key_states.shape[2] % 16 == 0
+        keys = self._write_index(indexer_key_states, stored)
+        return keys.view(FP8) if stored else keys
+
+    def _write_index(self, indexer_key_states: torch.Tensor, stored: bool) -> torch.Tensor:
+        """Write keys, as bytes of fp8 if `stored`, and return the buffer."""
         if self.turns is not None:
             raise UnsupportedCallError(
                 "the cache was filled under the policy 'trained', which is not applied any more, "
@@ -56,14 +82,18 @@ class IndexedLayer(PlugLayer):
         if self.has_index_only:
             none = indexer_key_states.new_zeros((rows, 1, tokens, 0))
             self.update(none, none)
+        new, scale = in_eight_bits(indexer_key_states) if stored else (indexer_key_states, None)
         if self.indexer_keys is None or len(self.indexer_keys) != rows:
-            self.bind_rows(
-                indexer_keys=indexer_key_states.new_zeros((rows, self.max_cache_len, width))
-            )
+            self.bind_rows(indexer_keys=new.new_zeros((rows, self.max_cache_len, width)))
+            if scale is not None:
+                self.bind_rows(index_scale=scale.new_zeros((rows, self.max_cache_len)))
         keys = self.indexer_keys
         assert keys is not None
         slots = torch.arange(tokens, device=keys.device) + (self.cumulative_length - tokens)
-        keys.index_copy_(1, slots, indexer_key_states.to(keys.dtype))
+        keys.index_copy_(1, slots, new.to(keys.dtype))
+        if scale is not None:
+            assert self.index_scale is not None
+            self.index_scale.index_copy_(1, slots, scale)
         return keys
 
     @property
@@ -145,11 +175,26 @@ class IndexedLayer(PlugLayer):
                 "the cache was filled without the policy 'trained' and lacks the rotary embedding "
                 "of its tokens. Give a fresh cache."
             )
-        for name in ("indexer_keys", "turns", "pooled", "shown"):
-            theirs = getattr(source, name, None)
+        kept = {"indexer_keys": theirs, "index_scale": getattr(source, "index_scale", None)}
+        kept |= {name: getattr(source, name, None) for name in ("turns", "pooled", "shown")}
+        if getattr(source, "in_fp8", False) != self.in_fp8:
+            kept |= self._requantized(theirs, kept["index_scale"], source)
+        for name, theirs in kept.items():
             if theirs is not None:
                 self._adopt_rows(name, theirs, tokens)
         self.pool_keys = None  # made anew when the next tokens come
+
+    def _requantized(
+        self, keys: torch.Tensor, scale: torch.Tensor | None, source: StaticLayer
+    ) -> dict[str, torch.Tensor | None]:
+        """The index keys of a layer that keeps them otherwise, as this one does."""
+        if scale is not None:
+            assert source.keys is not None  # a layer with index keys has counted their tokens
+            wide = keys.view(FP8).float() * scale[..., None]
+            return {"indexer_keys": wide.to(source.keys.dtype), "index_scale": None}
+        if keys.shape[2] % 16 or not hasattr(source, "update_indexer"):  # of pools, or of blocks
+            return {}
+        return dict(zip(("indexer_keys", "index_scale"), in_eight_bits(keys), strict=True))
 
     def _adopt_rows(self, name: str, theirs: torch.Tensor, tokens: int) -> None:
         """Take over a side buffer, with its entries for the first `tokens` tokens."""

@@ -33,10 +33,12 @@ from attnplug.call import (
 )
 from attnplug.models.cache import PlugLayer
 from attnplug.ops import gather_attention, gather_tokens_attention
+from attnplug.ops.common.device import card
 from attnplug.policies._absorbed import attend_absorbed
 from attnplug.policies._indexed_layer import IndexedLayer
 from attnplug.policies.base import Phase
 
+INDEXES = ("model", "fp8")
 SLAB = 4096  # queries whose latents are there at a time: `[4096,Hq,R]`, 0.5 GiB for 128 heads
 LISTS = 64 << 20  # bytes of lists of picked tokens that are there at a time
 PROGRAMS = 65535  # of queries and KV heads: CUDA starts no more along a grid's second dimension
@@ -47,16 +49,32 @@ class Trained(Phase):
     """Prefill and decode of layers whose model picks the tokens, or blocks, that they read.
 
     `"trained"` serves these layers and leaves others to what the policy says besides
-    ("momo+gather+trained"); `auto` takes it wherever a layer has an indexer. It has no options: how
-    many tokens a query reads is the model's config (`index_topk`).
+    ("momo+gather+trained"); `auto` takes it wherever a layer has an indexer. How many tokens a
+    query reads is the model's config (`index_topk`).
+
+    Args:
+        index: in what the cache keeps the keys of an indexer that scores tokens. "model": in the
+            model's dtype, as transformers does, so that the picks are the model's own. "fp8": in
+            float8_e4m3fn with a factor for each key, as DeepSeek's own code does: half of the
+            bytes that a step scores, and a few other picks. Indexers of blocks, of pools and of
+            compressed keys keep theirs as they are.
     """
+
+    index: str = "model"
 
     name: ClassVar[str] = "trained"
     phases: ClassVar[frozenset[str]] = frozenset({"trained"})
     on_request: ClassVar[frozenset[str]] = frozenset({"prefill", "decode"})
 
+    def __post_init__(self) -> None:
+        self.check("index", self.index in INDEXES, " or ".join(INDEXES))
+
     def refusal(self, shape: LayerShape) -> str | None:
-        return None if shape.indexed else "trained: the layer has no indexer"
+        if not shape.indexed:
+            return "trained: the layer has no indexer"
+        if self.index == "fp8" and shape.device.type == "cuda" and not card(shape.device).fp8:
+            return "trained(index='fp8'): this GPU does not convert float8_e4m3fn"
+        return None
 
     def note(self, shape: LayerShape) -> str:
         if shape.entries:
@@ -65,7 +83,7 @@ class Trained(Phase):
         return f"keeps latents, {shape.latent:,} numbers a token" if shape.latent else ""
 
     def cache_layer(self, max_length: int) -> PlugLayer:
-        return IndexedLayer(max_cache_len=max_length)
+        return IndexedLayer(max_cache_len=max_length, in_fp8=self.index == "fp8")
 
     def pages_refusal(self) -> str | None:
         return "has no pages: transformers batches no model with an indexer continuously"

@@ -190,7 +190,7 @@ def test_latents_and_index_keys_are_read_within_their_buffers(device_path, monke
         rope = guard(random(1, BATCH, SIZE, 32))
         q = guard(random(2, BATCH, 1, 16, WIDTH))
         weights = guard(random(3, BATCH, 1, 16))
-        args = [q, weights, keys, 8, 0.125, lengths, None, None]
+        args = [q, weights, keys, 8, 0.125, lengths, None, None, None]
         op = index._index_topk, index._allocate
         picks = call(op, index.launch_index_topk, path, device, args)
         outputs = [picks]

@@ -430,6 +430,8 @@ def indexed() -> Iterator[Inputs]:
     yield inputs | {"k": 60, "scale": 0.2}
     seen = torch.tensor([[0, 20, 50], [7, 8, 8]])
     yield inputs | {"k": 9, "scale": 0.2, "seen": seen}
+    stored = {"keys": inputs["keys"].to(torch.float8_e4m3fn), "key_scale": random(3, 2, 50).abs()}
+    yield inputs | stored | rows | {"k": 9, "scale": 0.2}
 
 
 def pool_keys() -> Iterator[Inputs]:

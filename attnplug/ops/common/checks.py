@@ -73,16 +73,21 @@ def check_attention_inputs(
         )
 
 
+def check_card_converts(name: str, label: str, tensor: torch.Tensor) -> None:
+    """Raise CardError where `tensor` is float8_e4m3fn on a card that does not convert that."""
+    if tensor.dtype == FP8 and tensor.device.type == "cuda" and not card(tensor.device).fp8:
+        raise CardError(
+            f"{name}: {label} is {FP8}, which this GPU does not convert (NVIDIA's do from compute "
+            "capability 8.9 on); keep the cache in 16 bits"
+        )
+
+
 def check_scales(
     name: str, k: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> None:
     """The checks of the scales of float8_e4m3fn keys and values, and that the card converts
     these."""
-    if k.dtype == FP8 and k.device.type == "cuda" and not card(k.device).fp8:
-        raise CardError(
-            f"{name}: k is {FP8}, which this GPU does not convert (NVIDIA's do from compute "
-            "capability 8.9 on); keep the cache in 16 bits"
-        )
+    check_card_converts(name, "k", k)
     for label, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             continue

@@ -11,8 +11,10 @@ attention; -inf counts as the lowest finite number, for -inf is the score of wha
 
 The scores of all queries are never stored. Those of a slab of queries are, in at most `WORKSPACE`
 bytes; then the kernels of `topk` select from its rows, and the next slab takes its place.
-Source: the lightning indexer of DeepSeek-V3.2 (2025), without its FP8 and the Hadamard transform
-in front of it, which changes no product; the top-k as in topk.py.
+Keys may be float8_e4m3fn with a factor each, as DeepSeek's own code keeps them: keys[b, t] is then
+what is stored times key_scale[b, t]. Queries stay as they are.
+Source: the lightning indexer of DeepSeek-V3.2 (2025), without the Hadamard transform in front of
+its FP8, which changes no product; the top-k as in topk.py.
 """
 
 import functools
@@ -22,7 +24,13 @@ import numpy as np
 import torch
 
 from attnplug.errors import ArgumentError
-from attnplug.ops.common.checks import DTYPES, check_shared_cache_inputs, why_not_width
+from attnplug.ops.common.checks import (
+    DTYPES,
+    FP8,
+    check_card_converts,
+    check_shared_cache_inputs,
+    why_not_width,
+)
 from attnplug.ops.common.define import define_op, refuse_gradients, require
 from attnplug.ops.common.device import Card, card, early
 from attnplug.ops.common.launches import launch_kernel
@@ -51,14 +59,15 @@ def index_topk(
     lengths: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The k tokens that an indexer scores highest, for each of the last S tokens.
 
     Args:
         q: `[B,S,H,D]`, float32, float16 or bfloat16, any strides; D a multiple of 16 up to 256.
         weights: `[B,S,H]` float32, each head's weight, of either sign.
-        keys: `[B,T,D]` like q, T up to 4,194,304, any strides of rows and tokens. T is the size of
-            the cache.
+        keys: `[B,T,D]` like q or float8_e4m3fn, T up to 4,194,304, any strides of rows and tokens.
+            T is the size of the cache.
         k: 1 to 4096, also above T.
         scale: factor on q . keys, commonly `D ** -0.5`.
         lengths: int32 or int64 `[1]` or `[B]`, valid tokens, the S queries being the last of them.
@@ -67,6 +76,8 @@ def index_topk(
         key_mask: bool `[B,T]`, False where a token must not be seen.
         seen: int32 or int64 `[B,S]`, how many leading tokens each query sees, in the place of
             lengths and key_mask: for keys that are not one a query.
+        key_scale: float32 `[B,T]`, any strides, what float8_e4m3fn keys are multiplied by, none
+            below 0; None for other keys.
 
     Returns:
         picks int32 `[B,S,min(k,T)]`: each query's tokens, none twice, and -1 at the end where it
@@ -75,13 +86,14 @@ def index_topk(
 
     Raises:
         ArgumentError: a shape, stride, dtype, device or k does not fit.
+        CardError: the GPU does not convert float8_e4m3fn.
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, weights, keys)
-    return _index_topk(q, weights, keys, k, scale, lengths, key_mask, seen)
+    return _index_topk(q, weights, keys, k, scale, lengths, key_mask, seen, key_scale)
 
 
-def _allocate(q, weights, keys, k, scale, lengths, key_mask, seen=None):
+def _allocate(q, weights, keys, k, scale, lengths, key_mask, seen=None, key_scale=None):
     require(q.dim() == 4, NAME, f"q has {q.dim()} dimensions, needs [B,S,H,D]")
     require(q.dtype in DTYPES, NAME, f"q is {q.dtype}, needs float32, float16 or bfloat16")
     batch, queries, heads, width = q.shape
@@ -94,7 +106,7 @@ def _allocate(q, weights, keys, k, scale, lengths, key_mask, seen=None):
             f"[{batch}, {queries}, {heads}]"
         )
     fits = keys.dim() == 3 and keys.shape[0] == batch and keys.shape[2] == width
-    if not fits or keys.dtype != q.dtype:
+    if not fits or keys.dtype not in (q.dtype, FP8):
         raise ArgumentError(
             f"{NAME}: keys is {keys.dtype} {tuple(keys.shape)}, needs {q.dtype} [B,T,D] = "
             f"[{batch}, T, {width}]"
@@ -109,9 +121,27 @@ def _allocate(q, weights, keys, k, scale, lengths, key_mask, seen=None):
     for label, tensor in (("weights", weights), ("keys", keys)):
         require(tensor.device == q.device, NAME, f"{label} is on {tensor.device}, q on {q.device}")
     check_shared_cache_inputs(NAME, "keys", keys, lengths, key_mask)
+    _check_key_scale(keys, key_scale)
     if seen is not None:
         _check_seen(q, seen, lengths is None and key_mask is None)
     return q.new_empty((batch, queries, min(k, size)), dtype=torch.int32)
+
+
+def _check_key_scale(keys, key_scale):
+    stored = keys.dtype == FP8
+    if key_scale is None:
+        require(not stored, NAME, f"keys is {FP8}, which needs a key_scale")
+        return
+    require(stored, NAME, f"key_scale is for {FP8} keys, keys is {keys.dtype}")
+    check_card_converts(NAME, "keys", keys)
+    shape = tuple(keys.shape[:2])
+    if key_scale.dtype != torch.float32 or tuple(key_scale.shape) != shape:
+        raise ArgumentError(
+            f"{NAME}: key_scale is {key_scale.dtype} {tuple(key_scale.shape)}, needs float32 [B,T] "
+            f"= {list(shape)}"
+        )
+    here = key_scale.device == keys.device
+    require(here, NAME, f"key_scale is on {key_scale.device}, keys on {keys.device}")
 
 
 def _check_seen(q, seen, alone):
@@ -184,8 +214,10 @@ def _reference(q, weights, keys, seen, mask, scale, picks):
         _pick_best(scores, tokens, picks[b, s])
 
 
-def _cpu(q, weights, keys, k, scale, lengths, key_mask, seen, picks):
+def _cpu(q, weights, keys, k, scale, lengths, key_mask, seen, key_scale, picks):
     batch, size, _ = keys.shape
+    if key_scale is not None:
+        keys = keys.float() * key_scale[..., None]
     if seen is None:
         lengths, _ = rows_as_given(batch, size, lengths, None)
         behind = torch.arange(1 - q.shape[1], 1, device="cpu")
@@ -273,7 +305,18 @@ def plan_for(slab: Slab, heads: int, size: int, width: int, itemsize: int, on: C
 
 
 def launch_index_topk(
-    q, weights, keys, k, scale, lengths, key_mask, seen, picks, plan=None, workspace=WORKSPACE
+    q,
+    weights,
+    keys,
+    k,
+    scale,
+    lengths,
+    key_mask,
+    seen,
+    key_scale,
+    picks,
+    plan=None,
+    workspace=WORKSPACE,
 ):
     """Run the kernels; tensors as in `index_topk`, on a GPU or in Triton's interpreter."""
     batch, queries, heads, width = q.shape
@@ -298,8 +341,8 @@ def launch_index_topk(
         for first in range(0, queries, slab.queries):
             some = slice(first, min(queries, first + slab.queries))
             here = scores[: (rows.stop - b) * (some.stop - first)]
-            each = None if seen is None else seen[rows]
-            _launch_scores(*inputs, mask, scale, first, here, plan, each)
+            each = (None if x is None else x[rows] for x in (seen, key_scale))
+            _launch_scores(*inputs, mask, scale, first, here, plan, *each)
             own = ends
             if ends is not None and ends.dim() == 2:
                 own = ends[rows, some].reshape(-1)
@@ -320,7 +363,9 @@ def tokens_seen(lengths, batch, queries, size, device):
     return (behind[None, :] + last).expand(batch, queries)
 
 
-def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, plan, seen):
+def _launch_scores(
+    q, weights, keys, lengths, key_mask, scale, first, scores, plan, seen, key_scale
+):
     """Score the slab of queries that begins at query `first`."""
     batch, queries, heads, width = q.shape
     here = len(scores) // batch
@@ -331,6 +376,7 @@ def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, pl
         q=q,
         weights=weights,
         keys=keys,
+        key_scale=key_scale,
         tokens=rows_of(keys.shape[1], lengths, None, key_mask),
         seen=seen,
         scores=scores,
@@ -342,6 +388,7 @@ def _launch_scores(q, weights, keys, lengths, key_mask, scale, first, scores, pl
         q_strides=q.stride()[:3],
         weights_strides=weights.stride(),
         keys_strides=keys.stride()[:2],
+        key_scale_strides=None if key_scale is None else key_scale.stride(),
         H=heads,
         HEADS=plan.heads,
         QUERIES=plan.queries,
@@ -391,7 +438,8 @@ def _launch_pack(indices, values, lengths, key_mask, picks, queries, size, seen)
 
 _index_topk = define_op(
     f"{NAME}(Tensor q, Tensor weights, Tensor keys, int k, float scale, Tensor? lengths, "
-    "Tensor? key_mask, Tensor? seen) -> Tensor",
+    "Tensor? key_mask, Tensor? seen, "
+    "Tensor? key_scale) -> Tensor",
     allocate=_allocate,
     cpu=_cpu,
     cuda=launch_index_topk,

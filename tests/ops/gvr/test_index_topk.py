@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import ArgumentError
 from attnplug.ops import index_topk
+from attnplug.ops.common.checks import FP8
 from attnplug.ops.common.device import Card
 from attnplug.ops.gvr import index_topk as op
 from attnplug.ops.gvr import topk as ranking
@@ -20,16 +21,27 @@ SCALE = 0.25
 
 
 def call(
-    device_path, q, weights, keys, k, scale=SCALE, lengths=None, key_mask=None, seen=None, **launch
+    device_path,
+    q,
+    weights,
+    keys,
+    k,
+    scale=SCALE,
+    lengths=None,
+    key_mask=None,
+    seen=None,
+    key_scale=None,
+    **launch,
 ):
     """Picks on the CPU; by the public op, or by the launcher where the op would not run it."""
     device, path = device_path
-    given = q, weights, keys, lengths, key_mask, seen
-    q, weights, keys, lengths, key_mask, seen = (x if x is None else x.to(device) for x in given)
+    given = q, weights, keys, lengths, key_mask, seen, key_scale
+    q, weights, keys, *given = (x if x is None else x.to(device) for x in given)
+    lengths, key_mask, seen, key_scale = given
     if path == "reference" or (device == "cuda" and not launch):
-        options = {"lengths": lengths, "key_mask": key_mask, "seen": seen}
+        options = {"lengths": lengths, "key_mask": key_mask, "seen": seen, "key_scale": key_scale}
         return index_topk(q, weights, keys, k, scale=scale, **options).cpu()
-    args = q, weights, keys, k, scale, lengths, key_mask, seen
+    args = q, weights, keys, k, scale, lengths, key_mask, seen, key_scale
     picks = op._allocate(*args).fill_(77777)
     op.launch_index_topk(*args, picks, **launch)
     return picks.cpu()
@@ -127,6 +139,36 @@ def test_counts_of_what_a_query_sees(device_path, k, slab):
         found = call(device_path, q, weights, keys, k, seen=seen.to(kind), **launch)
         shown = torch.arange(25) < seen[..., None]
         assert_best(found, exact(q, weights, keys), shown, k)
+
+
+@given(data=st.data())
+def test_keys_of_eight_bits(device_path, data):
+    """With a factor each, a power of two, so that scores stay exact: as of the keys that are meant.
+    Strides of factors, of a cache of all layers for example, are any."""
+    draw = data.draw
+    batch, queries = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 17]))
+    size = queries + draw(st.sampled_from([1, 30, 150]))
+    k, seed = draw(st.sampled_from([1, 7, 300])), draw(st.integers(0, 999))
+    dtype = draw(st.sampled_from(dtypes(device_path)))
+    q, weights, keys = inputs(seed, batch, queries, 8, size, 32, dtype)
+    key_scale = 2.0 ** integers(seed + 4, 3, size, batch, most=2)[1].mT
+    options = {}
+    if draw(st.booleans()):
+        options["lengths"] = torch.tensor([draw(st.integers(1, size))])
+    if draw(st.booleans()):
+        options["key_mask"] = random(seed + 3, batch, size) > -0.5
+    found = call(device_path, q, weights, keys.to(FP8), k, key_scale=key_scale, **options)
+    meant = keys.double() * key_scale[..., None]
+    assert_best(found, exact(q, weights, meant), visible(q, keys, **options), k)
+
+
+def test_a_factor_of_nan_surfaces_and_behind_the_length_none_is_read(device_path):
+    q, weights, keys = inputs(8, 1, 1, 4, 90, 16)
+    key_scale = torch.ones(1, 90)
+    key_scale[0, [40, 70]] = torch.nan
+    how = {"lengths": torch.tensor([60]), "key_scale": key_scale}
+    found = call(device_path, q, weights, keys.to(FP8), 5, **how)
+    assert 40 in found and 70 not in found
 
 
 def test_of_equal_scores_the_earlier_token(device_path):
@@ -324,6 +366,17 @@ WRONG = [
     ({"k": 4097}, "k is 4097"),
     ({"lengths": torch.tensor([1.0])}, "lengths is torch.float32"),
     ({"lengths": torch.tensor([1, 2])}, r"lengths has shape \(2,\), needs \[1\] or \[B\]"),
+    ({"keys": KEYS.to(FP8)}, "keys is torch.float8_e4m3fn, which needs a key_scale"),
+    ({"key_scale": torch.ones(1, 40)}, "key_scale is for torch.float8_e4m3fn keys"),
+    (
+        {"keys": KEYS.to(FP8), "key_scale": torch.ones(1)},
+        r"key_scale is torch.float32 \(1,\), needs float32 \[B,T\] = \[1, 40\]",
+    ),
+    ({"keys": KEYS.to(FP8), "key_scale": torch.ones(1, 40).half()}, "key_scale is torch.float16"),
+    (
+        {"keys": KEYS.to(FP8), "key_scale": torch.ones(1, 40, device="meta")},
+        "key_scale is on meta, keys on cpu",
+    ),
     ({"key_mask": torch.zeros(1, 40)}, "key_mask is torch.float32, needs bool"),
     ({"key_mask": torch.zeros(1, 39) > 0}, r"key_mask has shape \(1, 39\), needs \[B,T\]"),
     ({"key_mask": torch.zeros(1, 40, device="meta") > 0}, "key_mask is on meta, keys on cpu"),

@@ -39,6 +39,7 @@ def score_index(
     q,
     weights,
     keys,
+    key_scale,
     tokens,
     seen,
     scores,
@@ -50,6 +51,7 @@ def score_index(
     q_strides,
     weights_strides,
     keys_strides,
+    key_scale_strides,
     H: tl.constexpr,
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -64,7 +66,8 @@ def score_index(
     """QUERIES neighbours of the slab's `queries`, which begin at query `first`, score every
     `programs`-th tile of the tokens that one of them sees. HEADS heads are multiplied at a time.
     Scores of tokens behind a query's own are not written. `seen` `[B, S]`, where it is given, says
-    how many a query sees."""
+    how many a query sees, and `key_scale` `[B, T]` what the keys are to be multiplied by: a factor
+    that is not negative leaves which products relu keeps."""
     q_b, q_s, q_h = q_strides
     w_b, w_s, w_h = weights_strides
     k_b, k_t = keys_strides
@@ -107,6 +110,8 @@ def score_index(
             mask=(n < reach)[:, None] & (d < D)[None, :],
             other=0.0,
         )
+        if key_scale is not None:
+            key = key.to(query.dtype)
         x = _head_sums(key, query, weight, there, scale, PADDED, PRECISION)
         for block in tl.range(1, BLOCKS, num_stages=1):
             h = block * HEADS + head
@@ -114,6 +119,10 @@ def score_index(
             wanted = in_slab[:, None] & (h < H)[None, :]
             theirs = tl.load(w_at + h[None, :] * w_h, mask=wanted, other=0.0)
             x += _head_sums(key, others, theirs, real, scale, PADDED, PRECISION)
+        if key_scale is not None:
+            c_b, c_t = key_scale_strides
+            at = key_scale + b * c_b + n.to(tl.int64) * c_t
+            x *= tl.load(at, mask=n < reach, other=0.0)[:, None]
         # -inf is the score of what may not be picked. A NaN is picked, and surfaces in attention.
         x = tl.where(x == x, tl.maximum(x, _LOWEST), float("inf"))
         if tokens.key_mask is not None:
