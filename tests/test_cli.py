@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -122,6 +123,9 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("plan", "qwen2.5-7b", "--rows", "none.json"), "none.json cannot be read as benchmark"),
         (("trace", "m", "--prompt", "a b", "--policy", "moo"), "there is no method 'moo'"),
         (("trace", "m", "--prompt", "a b", "--block", "48"), "stream: block=48, needs 16, 32"),
+        (("trace", "m", "--prompt", "a b", "--gap", "-1"), "stream: gap=-1.0, needs a number from"),
+        (("trace", "m", "--prompt", "a b", "--budget", "2"), "stream: budget=2.0, needs a share"),
+        (("trace", "m", "--prompt", "a b", "--block-mask", "x"), "stream: block_mask='x', needs"),
         (("trace", "m"), "give the text with --prompt TEXT or with --file PATH, one of them"),
         (("trace", "m", "--file", "no.txt"), "no.txt cannot be read as text: "),
         (("trace", "m", "--prompt", "a b", "--new-tokens", "-3"), "new_tokens is -3, needs at"),
@@ -428,13 +432,18 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path):
     text.write_text("The needle is a pin. " * 12)
     out = tmp_path / "run.parquet"
     options = ("--new-tokens", "2", "--block", "16", "--top-k", "4", "--measure", "8", "--compare")
+    options += ("--gap", "2", "--budget", "0.6")
     result = run("trace", "smollm2-135m", "--file", str(text), "--out", str(out), *options)
     assert result.exit_code == 0, result.output
     found = trace.read(out)
     found.verify()
     assert found.find("needle")[0][0] == 1 and found.meta["model"] == "smollm2-135m"
     assert len(found.meta["steps"]) == 2 and found.layers == list(range(30))
-    for words in (f"{found.meta['edges']:,}", "attention that they hold", "the trace adds"):
+    assert (found.meta["options"]["gap"], found.meta["options"]["budget"]) == (2.0, 0.6)
+    sizes = np.concatenate([found.list_sizes(layer) for layer in found.layers], 1)
+    assert 1 <= sizes.min() < sizes.max() <= 4  # of 5 blocks that the last query block sees
+    mean = f"{sizes.mean():.1f} blocks, {16 * sizes.mean():,.0f} tokens"
+    for words in (f"{found.meta['edges']:,}", mean, "attention that they hold", "the trace adds"):
         assert words in result.output
     assert f"attnplug trace view {out}" in result.output.replace("\n", "")
 

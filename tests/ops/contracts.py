@@ -380,7 +380,7 @@ def stream_mask() -> Iterator[Inputs]:
     asked["top_k"] = 3
     more = {"budget": torch.full((1, 4, 3), 2), "block_mask": torch.ones(1, 1, 3, 4).bool()}
     for search in ("bounds", "branches"):
-        yield asked | rows_of(100) | more | {"search": search}
+        yield asked | rows_of(100) | more | {"search": search, "gap": 4.0}
         yield asked | {"search": search}
 
 
