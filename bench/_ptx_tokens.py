@@ -39,6 +39,11 @@ def stream_mask(op: Any) -> Cases:
     large = {"query_block": 128, "block": 128, **flat}
     yield "bounds fp32", case(1, 4, 4, 1024, 1024, 64, FP32, **large)
     yield "bounds fp32 D=256", case(1, 4, 1, 1024, 1024, 256, FP32, top_k=128, **large)
+    if "gap" in inspect.signature(op).parameters:
+        for search in ("branches", "bounds"):
+            asked = {"search": search, "gap": 8.0}
+            yield f"{search} gap", case(1, 32, 8, 8192, 8192, 128, top_k=128, **asked)
+            yield f"{search} gap one query", case(1, 28, 4, 1, 32768, 128, lengths=new(1), **asked)
 
 
 @cases

@@ -1,33 +1,23 @@
 """The attnplug command: what it prints, and one line and an exit code for what goes wrong."""
 
-import importlib.metadata
-import json
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
+from cli_cases import json_of, run
 
 import attnplug
 import attnplug.cli
-from attnplug import Gather, doctor, files, trace
+from attnplug import Gather, files, trace
 from attnplug import plan as planning
 from attnplug.cli import app
 from attnplug.cli.options import read_length, read_lengths
-from attnplug.ops.common.device import Card
-from attnplug.policies import tuned
-
-runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
-
-
-def run(*arguments: str):
-    return runner.invoke(app, arguments)
 
 
 def test_help_names_the_commands_that_work():
@@ -122,6 +112,9 @@ def test_report_shows_what_layers_counted(policy, headings, monkeypatch):
         (("plan", "qwen2.5-7b", "--rows", "none.json"), "none.json cannot be read as benchmark"),
         (("trace", "m", "--prompt", "a b", "--policy", "moo"), "there is no method 'moo'"),
         (("trace", "m", "--prompt", "a b", "--block", "48"), "stream: block=48, needs 16, 32"),
+        (("trace", "m", "--prompt", "a b", "--gap", "-1"), "stream: gap=-1.0, needs a number from"),
+        (("trace", "m", "--prompt", "a b", "--budget", "2"), "stream: budget=2.0, needs a share"),
+        (("trace", "m", "--prompt", "a b", "--block-mask", "x"), "stream: block_mask='x', needs"),
         (("trace", "m"), "give the text with --prompt TEXT or with --file PATH, one of them"),
         (("trace", "m", "--file", "no.txt"), "no.txt cannot be read as text: "),
         (("trace", "m", "--prompt", "a b", "--new-tokens", "-3"), "new_tokens is -3, needs at"),
@@ -321,12 +314,6 @@ def test_every_device_option_is_the_same():
     assert set(devices.values()) == {(None, "cpu or cuda; cuda where there is a GPU.")}
 
 
-def json_of(*arguments: str) -> dict:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 def test_report_is_json():
     arguments = "report", "smollm2-135m", "--policy", "gvr(min_tokens=0)"
     found = json_of(*arguments, "--steps", "1", "--tokens", "200", "--device", "cpu")
@@ -350,91 +337,23 @@ def test_plan_is_json():
     assert found["pays_from"] == planning.H200.crossover(shape, 2, policy)
 
 
-def test_doctor_is_json(monkeypatch):
-    checks = [doctor.Check("a", "ok", "fine"), doctor.Check("b", "fail", "broken")]
-    monkeypatch.setattr(doctor, "examine", lambda: checks)
-    result = run("doctor", "--json")
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
-    assert found["version"] == attnplug.__version__
-    assert found["checks"][1] == {"name": "b", "status": "fail", "detail": "broken"}
-    assert result.stderr.startswith("running the ops")
-
-
-def test_doctor_finds_this_machine_healthy():
-    result = run("doctor")
-    assert result.exit_code == 0, result.output
-    for word in ("torch", "transformers", "GPU", "weights smollm2-135m", "within"):
-        assert word in result.output
-    assert "fail" not in result.output
-
-
-def test_doctor_fails_where_the_ops_do(monkeypatch):
-    monkeypatch.setattr(doctor, "SMOKE", "raise RuntimeError('no [device] kernel image')")
-    result = run("doctor")
-    assert result.exit_code == 1
-    assert "exit 1: RuntimeError: no [device] kernel image" in result.output
-
-
-def test_doctor_fails_where_the_ops_return_nan(monkeypatch):
-    monkeypatch.setattr(doctor, "SMOKE", "print('nan')")
-    assert [check.status for check in doctor.examine() if check.name == "ops"] == ["fail"]
-
-
-@pytest.mark.parametrize("width", [128, 256])
-def test_doctors_long_prompt_is_exact_attention(width):
-    check = doctor._run("ops", doctor.LONG_TOLERANCE, "", doctor.LONG, "512", str(width))
-    assert check.status == "ok", check.detail
-    assert float(check.detail.split()[-1]) > 0
-
-
-def test_doctor_tries_long_prompts_on_a_gpu_alone(monkeypatch):
-    assert doctor._long_prompts() == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "LONG", "import sys; print(0.5 if sys.argv[2] == '256' else 1e-3)")
-    found = [(check.name, check.status) for check in doctor._long_prompts()]
-    assert found == [("ops D=128", "ok"), ("ops D=256", "fail")]
-    monkeypatch.setattr(doctor, "LONG", "raise SystemExit('CardError: wants 104,448 bytes')")
-    assert all("CardError: wants 104,448" in check.detail for check in doctor._long_prompts())
-
-
-@pytest.mark.parametrize(
-    ("card", "lacks"),
-    [
-        (("nvidia", (9, 0), 132, 232448), []),
-        (("nvidia", (10, 0), 148, 232448), ["wgmma"]),
-        (("nvidia", (8, 9), 128, 101376), ["PDL", "wgmma", "99 of 227 KiB"]),
-        (("nvidia", (7, 5), 40, 65536), ["bfloat16", "PDL", "wgmma", "64 of 227 KiB"]),
-        (("amd", (9, 4), 304, 65536), ["NVIDIA's", "PDL", "wgmma", "64 of 227 KiB"]),
-    ],
-)
-def test_doctor_says_what_a_card_lacks(card, lacks):
-    found = doctor.missing(Card.made(*card))
-    assert len(found) == len(lacks)
-    assert all(word in said for word, said in zip(lacks, found, strict=True))
-
-
-def test_doctor_names_a_package_that_is_too_old(monkeypatch):
-    monkeypatch.setattr(
-        doctor.importlib.metadata, "requires", lambda name: ["numpy>=99", "no-such-package>=1"]
-    )
-    old, missing = doctor._packages()
-    assert old.status == "fail" and old.detail.endswith("needs >=99; pip install 'numpy>=99'")
-    assert missing.status == "fail" and "pip install 'no-such-package>=1'" in missing.detail
-
-
 def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The needle is a pin. " * 12)
     out = tmp_path / "run.parquet"
     options = ("--new-tokens", "2", "--block", "16", "--top-k", "4", "--measure", "8", "--compare")
+    options += ("--gap", "2", "--budget", "0.6")
     result = run("trace", "smollm2-135m", "--file", str(text), "--out", str(out), *options)
     assert result.exit_code == 0, result.output
     found = trace.read(out)
     found.verify()
     assert found.find("needle")[0][0] == 1 and found.meta["model"] == "smollm2-135m"
     assert len(found.meta["steps"]) == 2 and found.layers == list(range(30))
-    for words in (f"{found.meta['edges']:,}", "attention that they hold", "the trace adds"):
+    assert (found.meta["options"]["gap"], found.meta["options"]["budget"]) == (2.0, 0.6)
+    sizes = np.concatenate([found.list_sizes(layer) for layer in found.layers], 1)
+    assert 1 <= sizes.min() < sizes.max() <= 4  # of 5 blocks that the last query block sees
+    mean = f"{sizes.mean():.1f} blocks, {16 * sizes.mean():,.0f} tokens"
+    for words in (f"{found.meta['edges']:,}", mean, "attention that they hold", "the trace adds"):
         assert words in result.output
     assert f"attnplug trace view {out}" in result.output.replace("\n", "")
 
@@ -445,36 +364,6 @@ def test_a_trace_of_more_steps_than_the_model_reads_is_refused(tmp_path):
     result = run("trace", "smollm2-135m", *words)
     assert result.exit_code == 1 and "the model reads at most 8,192" in result.stderr
     assert not out.exists()
-
-
-def test_doctor_runs_where_attnplug_is_a_folder_on_the_path(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", missing)
-    assert [(check.name, check.status) for check in doctor._packages()] == [("attnplug", "note")]
-    assert f"attnplug {attnplug.__version__}," in tuned.measured_with()
-
-
-@pytest.mark.parametrize(
-    "found, plugins, status, detail",
-    [
-        (None, None, "note", "not installed"),
-        ("0.99.0", None, "note", "vLLM 0.99.0 is not supported"),
-        ("0.20.2", "other", "note", "VLLM_PLUGINS=other leaves attnplug out"),
-        ("0.20.2", None, "ok", "--attention-backend CUSTOM"),
-        ("0.20.2", None, "ok", "--logits-processors attnplug.serve.vllm.requests:Requests"),
-    ],
-)
-def test_doctor_knows_vllm(monkeypatch, found, plugins, status, detail):
-    monkeypatch.setattr(doctor.vllm, "version", lambda: found)
-    group = types.SimpleNamespace(names={"attnplug"})
-    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda **_: group)
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    if plugins is not None:
-        monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    check = doctor._vllm()
-    assert check.status == status and detail in check.detail
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

@@ -43,6 +43,16 @@ def record(
         int, typer.Option(help="At every n-th query measure what the edges hold; 0: do not.")
     ] = 0,
     search: Annotated[str, typer.Option(help="bounds or branches.")] = "bounds",
+    gap: Annotated[
+        float,
+        typer.Option(help="Keep blocks with a key so many nats below a query's best; 0: keep all."),
+    ] = 0.0,
+    budget: Annotated[
+        float, typer.Option(help="The most blocks of a list, as a share of those that are seen.")
+    ] = 1.0,
+    block_mask: Annotated[
+        str, typer.Option(help='Blocks that may be listed: all, far, or tokens such as "64:128".')
+    ] = "all",
     max_tokens: Annotated[
         int, tokens_option("--max-tokens", "Cut the text to this length; 0: do not.")
     ] = 0,
@@ -57,7 +67,8 @@ def record(
         from attnplug.policies import Stream
         from attnplug.trace import command
 
-        method = Stream(top_k, block, block, weights, measure=measure, search=search)
+        lists = {"gap": gap, "budget": budget, "block_mask": block_mask}
+        method = Stream(top_k, block, block, weights, measure=measure, search=search, **lists)
         parsed = command.traced(policy, method)  # a typing mistake should not wait for the weights
         outcome = command.run(
             model,

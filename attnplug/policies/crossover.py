@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -46,6 +46,13 @@ class RowCrossover(NamedTuple):
         a row that pads the batch. Decided where `lengths` is, in integers."""
         saved = (lengths - self.row).clamp(min=0).sum()
         return (lengths >= max(1, self.row)) & (saved >= self.alone - self.row)
+
+    def count(self, lengths: Sequence[int]) -> int:
+        """How many of these rows are far, for a host that knows the lengths."""
+        saved = sum(max(0, length - self.row) for length in lengths)
+        if saved < self.alone - self.row:
+            return 0
+        return sum(length >= max(1, self.row) for length in lengths)
 
     def divide(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(lengths of the near rows and 0 for the others, those of the far rows likewise, `far`),

@@ -13,6 +13,7 @@ Source: STREAM (Rosser et al., 2025), docs/papers.md.
 """
 
 import dataclasses
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +22,11 @@ from attnplug.call import AttentionCall, Edges, LayerShape
 from attnplug.ops import query_sparse_attention, stream_edges, stream_mask
 from attnplug.ops.stream.stream_edges import WEIGHTS
 from attnplug.ops.stream.stream_mask import BLOCKS, MAX_BRANCHES, SEARCHES
-from attnplug.policies.base import Phase
+from attnplug.policies.base import MOST, Phase
 from attnplug.policies.dense import apply_sinks, check_open_length
 
 SUBJECTS = ("model", "policy")
+_SPANS = re.compile(r"\d{1,9}:(\d{1,9})?(,\d{1,9}:(\d{1,9})?)*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,13 @@ class Stream(Phase):
     which has blocks of its own. measure: on every so many-th query, how much of dense attention the
     named blocks hold; 0 measures none. search: how the model's blocks are found, from all
     blocks' max and min ("bounds") or by the paper's hierarchical refinement ("branches").
+
+    Three options make a list of the model's blocks shorter than `top_k`. gap: a block stays where
+    some query of the query block has a key in it whose logit is at most so far below the logit of
+    the query's best listed key; 0 keeps all. budget: the most blocks of a list, as a share of
+    those that the query block sees. block_mask: which blocks a list may have at all: "all", "far"
+    (without the row's first block, the block of the last query and the block before it), or spans
+    of tokens such as "4096:4160" or "0:64,9000:" that a block must overlap.
     """
 
     top_k: int = 32
@@ -47,6 +56,9 @@ class Stream(Phase):
     of: str = "model"
     measure: int = 0
     search: str = "bounds"
+    gap: float = 0.0
+    budget: float = 1.0
+    block_mask: str = "all"
 
     name: ClassVar[str] = "stream"
     phases: ClassVar[frozenset[str]] = frozenset({"trace"})
@@ -61,13 +73,21 @@ class Stream(Phase):
         self.check("of", self.of in SUBJECTS, ", ".join(SUBJECTS))
         self.check("measure", self.measure >= 0, "at least 0")
         self.check("search", self.search in SEARCHES, ", ".join(SEARCHES))
+        good = _is_number(self.gap) and 0 <= self.gap <= MOST
+        self.check("gap", good, f"a number from 0 to {MOST}")
+        good = _is_number(self.budget) and 0 < self.budget <= 1
+        self.check("budget", good, "a share above 0, up to 1")
+        self.check("block_mask", _is_mask(self.block_mask), "all, far or tokens such as '64:128'")
+        for option, whole in (("gap", 0), ("budget", 1), ("block_mask", "all")):
+            mine = self.of == "model" or getattr(self, option) == whole
+            self.check(option, mine, f"{whole!r} beside of='policy': the serving method has picked")
 
     def refusal(self, shape: LayerShape) -> str | None:
         return "stream knows no softcap" if shape.softcap else super().refusal(shape)
 
     def note(self, shape: LayerShape) -> str:
         return (
-            f"attends to {self.top_k} blocks of {self.block} keys, an approximation: "
+            f"attends to at most {self.top_k} blocks of {self.block} keys, an approximation: "
             "stream(measure=16) as trace tells how much they hold"
         )
 
@@ -108,9 +128,35 @@ class Stream(Phase):
         self, call: AttentionCall, options: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's blocks, best first, and their scores `[B,Hq,NQ,top_k]`."""
+        budget = block_mask = None
+        if self.budget < 1:
+            seen = _last_positions(call, self.query_block) // self.block + 1
+            budget = (seen * self.budget - 1e-9).ceil().long()  # 0.1 times 30 is a little above 3
+        if self.block_mask != "all":
+            block_mask = self._allowed(call)
         return stream_mask(
-            call.q, call.k, top_k=self.top_k, search=self.search, **self._blocks(), **options
+            call.q,
+            call.k,
+            top_k=self.top_k,
+            budget=budget,
+            block_mask=block_mask,
+            search=self.search,
+            gap=self.gap / call.scale if self.gap else None,
+            **self._blocks(),
+            **options,
         )
+
+    def _allowed(self, call: AttentionCall) -> torch.Tensor:
+        """The blocks that lists may have, bool `[B or 1,1,NQ,NK]`."""
+        blocks = -(-call.k.shape[2] // self.block)
+        r = torch.arange(blocks, device=call.k.device)
+        if self.block_mask == "far":
+            own = _last_positions(call, self.query_block) // self.block
+            return (r > 0) & (r < own[..., None] - 1)
+        allowed = torch.zeros(blocks, dtype=torch.bool, device=call.k.device)
+        for begin, end in _spans_of(self.block_mask):
+            allowed |= (r >= begin // self.block) & (r * self.block < end)
+        return allowed.expand(1, 1, -(-call.q.shape[2] // self.query_block), -1)
 
     def _weigh(
         self, call: AttentionCall, index: torch.Tensor, options: dict[str, Any]
@@ -166,6 +212,36 @@ class Stream(Phase):
             "start": call.first_key,
             "key_mask": call.key_mask,
         }
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _spans_of(text: str) -> list[tuple[int, int]]:
+    """The tokens of each span, from and up to."""
+    ends = [span.split(":") for span in text.split(",")]
+    return [(int(begin), int(end) if end else MOST * max(BLOCKS)) for begin, end in ends]
+
+
+def _is_mask(text: object) -> bool:
+    if not isinstance(text, str):
+        return False
+    if text in ("all", "far"):
+        return True
+    return bool(_SPANS.fullmatch(text)) and all(begin < end for begin, end in _spans_of(text))
+
+
+def _last_positions(call: AttentionCall, query_block: int) -> torch.Tensor:
+    """`[B or 1,1,NQ]`: the last query of each query block, counted from its row's first key."""
+    queries, size = call.q.shape[2], call.k.shape[2]
+    at = torch.arange(0, queries, query_block, device=call.q.device)
+    none = torch.zeros(1, dtype=torch.int64, device=call.q.device)
+    low = (none if call.first_key is None else call.first_key.long())[:, None, None]
+    length = (none + size if call.lengths is None else call.lengths.long())[:, None, None]
+    skipped = (low - (length - queries)).clamp(min=0)
+    end = (skipped + at + query_block).clamp(max=queries)
+    return length - queries + end - 1 - low
 
 
 def _poison(call: AttentionCall, start: torch.Tensor | None) -> torch.Tensor:

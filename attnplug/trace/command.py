@@ -51,6 +51,7 @@ class Outcome:
             ("layers x heads", f"{len(trace.layers)} x {trace.heads}"),
             ("edges", f"{meta['edges']:,}"),
             ("of the visible block pairs", f"{trace.density:.1%}"),
+            ("in a list", f"{trace.listed:.1f} blocks, {trace.listed * trace.block:,.0f} tokens"),
             ("file", f"{size:,} bytes, {size / max(1, meta['edges']):.1f} an edge"),
         ]
         if meta["captured"]:

@@ -147,12 +147,15 @@ class Packer:
 
     def _measures(self, edges: Edges, seen: Sequence[np.ndarray]) -> dict[str, Any]:
         """By head: the shares that go to the first block, to the own block and the one before, and
-        further; what each mask misses."""
+        further; the blocks of a list; what each mask misses."""
         query = edges.row % max(len(self.spans), 1)
         own = (self.spans[query, 1] - 1) // self.trace.block
         sink, local = edges.k == 0, (edges.k > 0) & (edges.k >= own - 1)
         total = self._by_head(np.ones(len(edges.row)), edges)
+        lists = max(int((self.spans[:, 1] > self.spans[:, 0]).sum()), 1)
+        sizes = np.bincount(edges.row // max(len(self.spans), 1), minlength=self.trace.heads)
         return {
+            "listed": [round(float(size) / lists, 4) for size in sizes],
             "far": _share(self._by_head(~(sink | local), edges), total),
             "sink": _share(self._by_head(sink, edges), total),
             "local": _share(self._by_head(local, edges), total),

@@ -108,12 +108,31 @@ class Trace:
     @property
     def density(self) -> float:
         """Edges for each pair of a query block and a key block that a query of it sees."""
-        pairs = 0
+        pairs = sum(int(((ends - 1) // self.block + 1).sum()) for ends in self._ends())
+        return self.meta["edges"] / max(1, pairs * len(self.layers) * self.heads)
+
+    @property
+    def listed(self) -> float:
+        """Key blocks in the list of a query block with queries, on average over all lists."""
+        lists = sum(len(ends) for ends in self._ends()) * len(self.layers) * self.heads
+        return self.meta["edges"] / max(1, lists)
+
+    def list_sizes(self, layer: int, sequence: int = 0) -> np.ndarray:
+        """int64 `[heads,NQ]`: the key blocks in the list of every query block, in bounded memory.
+        Lists differ in length where a query block sees few blocks, and with stream's `gap`,
+        `budget` and `block_mask`."""
+        slots = len(self.query_blocks(sequence))
+        sizes = np.zeros(self.heads * slots, np.int64)
+        for part in self.batches(layer, sequence=sequence):
+            head, q = _columns(part, "head", "q_block")
+            sizes += np.bincount(head.astype(np.int64) * slots + q, minlength=len(sizes))
+        return sizes.reshape(self.heads, slots)
+
+    def _ends(self) -> Iterator[np.ndarray]:
+        """Each sequence's tokens after the last query of a query block, for those with queries."""
         for sequence in range(self.meta["sequences"]):
             spans = self.query_blocks(sequence)
-            real = spans[spans[:, 1] > spans[:, 0]]
-            pairs += int(((real[:, 1] - 1) // self.block + 1).sum())
-        return self.meta["edges"] / max(1, pairs * len(self.layers) * self.heads)
+            yield spans[spans[:, 1] > spans[:, 0], 1]
 
     def key_count(self, sequence: int = 0) -> int:
         """Key blocks of a sequence."""

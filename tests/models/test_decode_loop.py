@@ -1,8 +1,6 @@
-"""attnplug's decode loop gives the tokens, cache and random state of transformers' loop, or leaves
-the call to it and says why."""
+"""attnplug's decode loop gives the tokens, cache and random state of transformers' loop."""
 
 import copy
-import functools
 import os
 import subprocess
 import sys
@@ -11,70 +9,15 @@ import time
 
 import pytest
 import torch
+from loop_cases import CALLS, ENDS, GATHER, GVR, assert_same, call, compiling, prompt
 from torch._dynamo.utils import counters
-from transformers import GenerationMixin, LogitsProcessor
-from transformers.generation.configuration_utils import CompileConfig
-from transformers.generation.streamers import BaseStreamer
 
 import attnplug
-from attnplug.models import decode_loop, loop_calls
+from attnplug.models import decode_loop
 from attnplug.models.decode_step import argmax
 from attnplug.models.generate import LOOP
 from attnplug.ops.common import first_call
 from attnplug.testing.policy import tiny_model
-
-GATHER = "gather(k=16, block=16, sink=1, local=2, min_tokens=0)"  # all of these prompts
-GVR = "gvr(k=64, min_tokens=0)"
-ENDS = list(range(5, 40, 3))  # common enough that all rows end early
-CALLS = {
-    "greedy": {},
-    "greedy-ends": dict(eos_token_id=ENDS),
-    "sample": dict(do_sample=True),
-    "sample-ends": dict(do_sample=True, eos_token_id=ENDS),
-    "temperature": dict(do_sample=True, temperature=0.6),
-    "top-k": dict(do_sample=True, top_k=7),
-    "top-p": dict(do_sample=True, top_p=0.7, top_k=0),
-    "min-p": dict(do_sample=True, min_p=0.05),
-    "penalty": dict(repetition_penalty=1.3),
-    "all": dict(
-        do_sample=True, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2,
-        typical_p=0.9, epsilon_cutoff=1e-3, eos_token_id=ENDS, min_new_tokens=4,
-        suppress_tokens=[11], begin_suppress_tokens=[12], forced_eos_token_id=8,
-        remove_invalid_values=True, renormalize_logits=True,
-    ),
-    "returns": dict(num_return_sequences=2, do_sample=True),
-    "max-length": dict(max_new_tokens=None, max_length=33),
-    "one": dict(max_new_tokens=1),
-}  # fmt: skip
-
-
-def prompt(rows: int = 3, tokens: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and a mask with padding on the left of all rows but the first."""
-    ids = torch.randint(41, 97, (rows, tokens), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, : 4 * row] = 0
-    return ids, mask
-
-
-def call(model, *, rows: int = 3, **options):
-    """Sequences, tokens in the cache and the next random number of a call."""
-    ids, mask = (x.to(model.device) for x in prompt(rows))
-    torch.manual_seed(7)
-    fields = dict(max_new_tokens=24, attention_mask=mask, return_dict_in_generate=True)
-    out = model.generate(ids, **(fields | options))
-    return out, int(out.past_key_values.get_seq_length()), torch.rand(1, device=model.device)
-
-
-def assert_same(found, wanted):
-    assert torch.equal(found[0].sequences, wanted[0].sequences)
-    assert found[1:] == wanted[1:]
-
-
-def compiling(backend: str = "eager") -> CompileConfig:
-    config = CompileConfig(mode=None, backend=backend, fullgraph=True)
-    config._compile_all_devices = True
-    return config
 
 
 @pytest.mark.parametrize("policy", ["dense", GATHER], ids=["dense", "gather"])
@@ -156,120 +99,6 @@ def test_a_step_is_fed_once_for_each_token():
     model.register_forward_hook(lambda *_: passes.append(1))
     out, _, _ = call(model, eos_token_id=ENDS)
     assert len(passes) == out.sequences.shape[1] - prompt()[0].shape[1]
-
-
-def test_methods_that_were_replaced_before_stay():
-    model, calls = tiny_model(), []
-    stock = model.generate
-
-    def mine(*args, **kwargs):
-        calls.append(1)
-        return stock(*args, **kwargs)
-
-    model.generate = mine
-    with attnplug.applied(model, "dense"):
-        assert "generate was replaced" in attnplug.report(model).loop
-        call(model)
-    assert calls == [1]
-    assert model.generate is mine
-
-
-class Halve(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        return scores / 2
-
-
-class Silent(BaseStreamer):
-    def put(self, value):
-        pass
-
-    def end(self):
-        pass
-
-
-UNSERVED = {
-    "Halve": lambda: dict(logits_processor=[Halve()]),
-    "streamer": lambda: dict(streamer=Silent()),
-    "beam_search": lambda: dict(num_beams=2),
-    "assisted": lambda: dict(prompt_lookup_num_tokens=3, rows=1),
-    "assistant_model": lambda: dict(assistant_model=tiny_model(seed=3), rows=1),
-    "output_scores": lambda: dict(output_scores=True),
-    "output_logits": lambda: dict(output_logits=True),
-    "MaxTimeCriteria": lambda: dict(max_time=60.0),
-    "NoRepeatNGram": lambda: dict(no_repeat_ngram_size=3),
-    "DynamicCache": lambda: dict(cache_implementation="dynamic"),
-    "custom_generate": lambda: dict(custom_generate=GenerationMixin._sample),
-}
-
-
-@pytest.mark.parametrize("make", UNSERVED.values(), ids=UNSERVED)
-def test_other_calls_keep_the_stock_loop_and_the_report_says_why(make, request):
-    model, options = tiny_model(), make()
-    wanted = call(model, **options)
-    with attnplug.applied(model, "dense"):
-        found = call(model, **options)
-        report = attnplug.report(model)
-        assert request.node.callspec.id in report.loop
-        assert report.loop in str(report).splitlines()
-        call(model)
-        assert attnplug.report(model).loop == ""
-    assert torch.equal(found[0].sequences, wanted[0].sequences)
-
-
-def test_the_mode_is_that_of_the_call_and_its_configs():
-    model = attnplug.apply(tiny_model(), "dense")
-    model.generation_config.num_beams = 2
-    call(model)
-    assert "beam_search" in attnplug.report(model).loop
-    call(model, num_beams=1)
-    assert attnplug.report(model).loop == ""
-    given = copy.deepcopy(model.generation_config)
-    given.update(num_beams=3, max_new_tokens=4, return_dict_in_generate=True)
-    ids, mask = prompt()
-    model.generate(ids, attention_mask=mask, generation_config=given)
-    assert "beam_search" in attnplug.report(model).loop
-
-
-def test_a_model_with_methods_of_its_own_keeps_the_stock_loop():
-    model = tiny_model()
-    kind = type(model)
-
-    class Own(kind):
-        def prepare_inputs_for_generation(self, *args, **kwargs):
-            return super().prepare_inputs_for_generation(*args, **kwargs)
-
-    wanted = call(model)
-    model.__class__ = Own
-    with attnplug.applied(model, "dense"):
-        assert "Own has its own prepare_inputs_for_generation" in attnplug.report(model).loop
-        assert_same(call(model), wanted)
-    model.__class__ = kind
-    attnplug.apply(model, "dense")
-    stock = model.prepare_inputs_for_generation
-    model._update_model_kwargs_for_generation = model._update_model_kwargs_for_generation
-    call(model)
-    assert "was replaced" in attnplug.report(model).loop
-    assert model.prepare_inputs_for_generation == stock
-
-
-@pytest.mark.parametrize("where", ["a class of its own", "GenerationMixin"])
-def test_a_loop_that_somebody_replaced_after_apply_is_run(where, monkeypatch):
-    model = attnplug.apply(tiny_model(), "dense")
-    whole = call(model)[0].sequences
-    stock = GenerationMixin._sample
-
-    @functools.wraps(stock)
-    def shorter(self, *args, **kwargs):
-        out = stock(self, *args, **kwargs)
-        out.sequences = out.sequences[:, :-2]
-        return out
-
-    if where == "GenerationMixin":
-        monkeypatch.setattr(GenerationMixin, "_sample", shorter)
-    else:
-        model.__class__ = type("Own", (type(model),), {"_sample": shorter})
-    assert torch.equal(call(model)[0].sequences, whole[:, :-2])
-    assert "_sample" in attnplug.report(model).loop
 
 
 def test_invalid_probabilities_are_refused_as_multinomial_does():
@@ -400,24 +229,6 @@ def test_calls_in_inference_mode_and_outside_share_what_is_kept(policy, compiled
             with torch.inference_mode(mode):
                 assert torch.equal(model.generate(ids, **options), wanted)
             assert attnplug.report(model).loop == ""
-
-
-@pytest.mark.parametrize(
-    "ranks, shares, served", [(2, True, False), (1, True, True), (2, False, True)]
-)
-def test_processes_that_share_weights_keep_transformers_loop(ranks, shares, served, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(loop_calls.STOCK, "is_fsdp_managed_module", lambda model: shares)
-    why = loop_calls.unserved_arguments(tiny_model(), {})
-    assert why == ("" if served else "several processes that share each weight generate together")
-
-
-def test_a_device_that_was_not_tried_keeps_transformers_loop(monkeypatch):
-    monkeypatch.setattr(loop_calls, "DEVICES", set())
-    model = attnplug.apply(tiny_model(), "dense")
-    call(model)
-    assert "has not been verified on cpu yet" in attnplug.report(model).loop
 
 
 def test_a_long_first_call_says_what_it_does(monkeypatch, caplog):

@@ -3,7 +3,7 @@ sketch's layers. Compiled steps run further ahead here than they do elsewhere, a
 
 import pytest
 import torch
-from test_decode_loop import ENDS, compiling
+from loop_cases import ENDS, compiling
 
 import attnplug
 from attnplug.models import decode_loop

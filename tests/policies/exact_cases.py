@@ -4,6 +4,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from attnplug.models import pace, rounds
+from attnplug.testing import tiny_model
 
 SHORT = "gather(k=1, block=16, sink=1, local=1)"  # often wrong
 FAR = "gather(k=0, block=16, sink=0, local=1)"  # a window of 16 tokens: nearly always wrong
@@ -63,3 +64,10 @@ def windowed(device):
     )  # fmt: skip
     torch.manual_seed(0)
     return Gemma3ForCausalLM(config).to(device).eval()
+
+
+def padding_model(device: str):
+    """A tiny model that knows what to pad with."""
+    made = tiny_model(device=device)
+    made.generation_config.pad_token_id = 0
+    return made

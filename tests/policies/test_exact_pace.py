@@ -12,6 +12,7 @@ from exact_cases import (
     call,
     exact,
     ids_of,
+    padding_model,
     rows_of,
     tally,
     windowed,
@@ -21,14 +22,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 import attnplug
 from attnplug.models import pace, round_steps, rounds
 from attnplug.policies import exact as policy
-from attnplug.testing import tiny_model
 
 
 @pytest.fixture
 def model(device):
-    made = tiny_model(device=device)
-    made.generation_config.pad_token_id = 0
-    return made
+    return padding_model(device)
 
 
 def drafts_of_rounds(model, monkeypatch, policy, ids=None, **options):

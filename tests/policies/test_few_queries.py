@@ -6,15 +6,15 @@ import types
 import pytest
 import torch
 from gather_policy_cases import BAND, EXACT, GATHER, SIZE, tokens
+from sketch_cases import SIZE as SKETCH_SIZE
+from sketch_cases import SKETCH
+from sketch_cases import filled as filled_sketch
+from sketch_cases import tokens as tokens_of_sketch
 from step_cases import HEADS, filled, random, step
 from test_gather import expected, hold
 from test_gvr import GVR
 from test_gvr import expected as expected_of_gvr
 from test_gvr import hold as hold_gvr
-from test_sketch import SIZE as SKETCH_SIZE
-from test_sketch import SKETCH
-from test_sketch import filled as filled_sketch
-from test_sketch import tokens as tokens_of_sketch
 
 import attnplug
 from attnplug import Dense, Gather, Gvr, Sketch

@@ -210,6 +210,70 @@ def test_gather_reads_what_it_attends_to(k, start, device):
     assert gather.reads(c) is None  # dense
 
 
+def listed(index: torch.Tensor, b: int, h: int, i: int) -> set[int]:
+    return {int(r) for r in index[b, h, i] if r >= 0}
+
+
+@pytest.mark.parametrize("shape", CALLS.values(), ids=CALLS)
+def test_a_gap_drops_what_is_light_to_every_query(shape, device):
+    """Against fp64 logits: of the blocks that a list without the gap has, those stay of which some
+    query has a logit at most so far below its best listed one."""
+    c = call(**shape, device=device)
+    gap = 0.02
+    whole = dataclasses.replace(STREAM, top_k=7).observe(c, Dense())
+    edges = dataclasses.replace(STREAM, top_k=7, gap=gap).observe(c, Dense())
+    assert whole is not None and edges is not None
+    # The logarithm of a probability is a logit, but for a constant of the query's.
+    logits = probabilities(c, named_keys(c, whole.index.cpu(), 16, 16)).log()
+    queries, size = c.q.shape[2], c.k.shape[2]
+    first = [0] * 2 if c.first_key is None else c.first_key.tolist()
+    dropped = 0
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, whole.index.shape[:3])).tolist():
+        at = max(0, first[b] - (size - queries)) + i * 16
+        mine = logits[b, h, at : at + 16]
+        wanted = set()
+        for r in listed(whole.index, b, h, i):
+            here = mine[:, first[b] + 16 * r : first[b] + 16 * r + 16].amax(1)
+            near = here >= mine.amax(1) - gap
+            wanted |= {r} if (near & here.isfinite()).any() else set()
+        assert listed(edges.index, b, h, i) == wanted
+        dropped += len(listed(whole.index, b, h, i)) - len(wanted)
+    assert dropped > 0
+
+
+@pytest.mark.parametrize("shape", CALLS.values(), ids=CALLS)
+def test_a_budget_is_a_share_of_what_is_seen(shape, device):
+    c = call(**shape, device=device)
+    edges = dataclasses.replace(STREAM, top_k=3, budget=0.4).observe(c, Dense())
+    assert edges is not None
+    queries, size = c.q.shape[2], c.k.shape[2]
+    first = [0] * 2 if c.first_key is None else c.first_key.tolist()
+    for b, i in torch.cartesian_prod(*map(torch.arange, (2, edges.index.shape[2]))).tolist():
+        at = max(0, first[b] - (size - queries)) + i * 16
+        end = min(at + 16, queries)
+        if at < queries:
+            seen = (size - queries + end - 1 - first[b]) // 16 + 1
+            wanted = min(3, -(-2 * seen // 5))
+            assert (edges.index[b, :, i] >= 0).sum(-1).tolist() == [wanted] * 4
+
+
+@pytest.mark.parametrize("shape", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("mask", ["far", "17:18,64:", "0:33"])
+def test_a_block_mask_says_what_may_be_listed(shape, mask, device):
+    c = call(**shape, device=device)
+    edges = dataclasses.replace(STREAM, top_k=9, block_mask=mask).observe(c, Dense())
+    assert edges is not None
+    queries, size = c.q.shape[2], c.k.shape[2]
+    first = [0] * 2 if c.first_key is None else c.first_key.tolist()
+    named = {"17:18,64:": {1, 4, 5, 6}, "0:33": {0, 1, 2}}
+    for b, i in torch.cartesian_prod(*map(torch.arange, (2, edges.index.shape[2]))).tolist():
+        at = max(0, first[b] - (size - queries)) + i * 16
+        own = (size - queries + min(at + 16, queries) - 1 - first[b]) // 16
+        allowed = set(range(1, own - 1)) if mask == "far" else named[mask] & set(range(own + 1))
+        for h in range(4):
+            assert listed(edges.index, b, h, i) == (allowed if at < queries else set())
+
+
 def test_of_policy_traces_the_blocks_that_are_read():
     c = call(100)
     stream = dataclasses.replace(STREAM, of="policy")
@@ -257,6 +321,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"of": "all"}, r"stream: of='all', needs model, policy"),
     ({"measure": -1}, r"stream: measure=-1, needs at least 0"),
     ({"search": "flat"}, r"stream: search='flat', needs branches, bounds"),
+    ({"gap": -0.5}, r"stream: gap=-0.5, needs a number from 0 to 8388608"),
+    ({"gap": float("nan")}, r"stream: gap=nan, needs a number"),
+    ({"gap": True}, r"stream: gap=True, needs a number"),
+    ({"gap": 10**400}, r"stream: gap=1000+, needs a number"),
+    ({"budget": 0}, r"stream: budget=0, needs a share above 0, up to 1"),
+    ({"budget": 8}, r"stream: budget=8, needs a share above 0, up to 1"),
+    ({"budget": "8"}, r"stream: budget='8', needs a share"),
+    ({"block_mask": "near"}, r"stream: block_mask='near', needs all, far or tokens such as"),
+    ({"block_mask": "64:64"}, r"stream: block_mask='64:64', needs"),
+    ({"block_mask": "5"}, r"stream: block_mask='5', needs"),
+    ({"block_mask": "0:" + "9" * 30}, r"stream: block_mask='0:9+', needs"),
+    ({"block_mask": None}, r"stream: block_mask=None, needs"),
+    ({"of": "policy", "gap": 3}, r"stream: gap=3, needs 0 beside of='policy'"),
+    ({"of": "policy", "block_mask": "far"}, r"block_mask='far', needs 'all' beside of='policy'"),
 ]
 
 

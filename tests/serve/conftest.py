@@ -16,3 +16,11 @@ def backend(monkeypatch):
     monkeypatch.setattr(flash, "get_flash_attn_version", lambda **_: 2)
     monkeypatch.setattr(flash.FlashAttentionImpl, "dcp_world_size", 1, raising=False)
     return plug
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder of a small model that `attnplug serve` may load."""
+    from hugging_face_cases import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("served") / "tiny")

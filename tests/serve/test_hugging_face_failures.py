@@ -19,7 +19,7 @@ if not is_serve_available():
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from test_hugging_face import HELLO, attempt, checkpoint, counted, served  # noqa: F401
+from hugging_face_cases import HELLO, attempt, counted, served
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -192,7 +192,7 @@ def test_every_error_has_openais_form(error, status, told):
 @pytest.mark.parametrize("batching", [True, False])
 def test_what_is_the_requests_fault_is_no_internal_error(
     tmp_path,
-    checkpoint,  # noqa: F811
+    checkpoint,
     batching,
 ):
     template = checkpoint / "chat_template.jinja"
@@ -236,7 +236,7 @@ def test_what_is_the_requests_fault_is_no_internal_error(
 
 
 @pytest.mark.slow
-def test_a_second_signal_waits_for_no_step(tmp_path, checkpoint):  # noqa: F811
+def test_a_second_signal_waits_for_no_step(tmp_path, checkpoint):
     """Uvicorn asks for a second Ctrl-C, and waits for a client whose prompt takes its time."""
     flags = ["--policy", "dense", "--no-continuous-batching"]
     with served(tmp_path, str(checkpoint), *flags) as server:

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_serve_available
 if not is_serve_available():
     pytest.skip("pip install 'attnplug[serve]'", allow_module_level=True)
 
-from test_hugging_face import HELLO, checkpoint, counted, served  # noqa: F401
+from hugging_face_cases import HELLO, counted, served
 
 from attnplug.serve.hugging_face import clients, requests, sampling, server
 
@@ -196,7 +196,7 @@ def send(port: int, **body) -> socket.socket:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", [True, False])
-def test_requests_beside_each_other_get_their_own(tmp_path, checkpoint, batching):  # noqa: F811
+def test_requests_beside_each_other_get_their_own(tmp_path, checkpoint, batching):
     flags = [] if batching else ["--no-continuous-batching"]
     model = str(checkpoint)
     with served(tmp_path, model, "--policy", "dense", *flags) as running:

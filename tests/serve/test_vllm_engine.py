@@ -16,6 +16,7 @@ from vllm_engines import (
     answers,
     equal,
     generated,
+    last_of,
     lists_of,
     prompt,
     recorded,
@@ -57,7 +58,14 @@ def traces(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(model, traces, tmp_path_factory):
+def reports(tmp_path_factory):
+    """Where the engines' reports go, by policy."""
+    folder = tmp_path_factory.mktemp("reports")
+    return {policy: folder / str(place) for place, policy in enumerate([TRACED, *SMALL])}
+
+
+@pytest.fixture(scope="module")
+def runs(model, traces, reports, tmp_path_factory):
     """What an engine of each policy made and noted: {policy: (outputs, notes of its calls)}."""
     turns = [
         dict(prompts=turn, tokens=MADE, traces=asked)
@@ -72,6 +80,8 @@ def runs(model, traces, tmp_path_factory):
         )
         for policy in SMALL
     ]
+    for job in jobs:
+        job["report"] = str(reports[job["attnplug"]["policy"]])
     outputs, notes = answers(jobs, model, tmp_path_factory.mktemp("jobs"))
     return {
         (policy := job["attnplug"]["policy"]): (
@@ -110,6 +120,13 @@ def test_the_layers_really_ran(runs):
     assert any(note["chunks"] for note in notes), "no later chunk of a prompt"
     assert any(note["steps"] and note["prompts"] for note in notes), "no mixed batch"
     assert any(output["cached"] > 0 for output in outputs), "no prefix hit"
+
+
+def test_the_report_says_who_has_served(runs, reports):
+    """In each turn all chunks and all steps, and in the turn behind the last nothing."""
+    assert last_of(reports[TRACED]) == [[("momo", "gather")] * 2] * 2
+    for policy in SMALL:
+        assert last_of(reports[policy]) == [[("dense", policy.partition("(")[0])] * 2] * 2
 
 
 @pytest.mark.parametrize("policy", SMALL)

@@ -9,6 +9,7 @@ from vllm_engines import (
     answers,
     equal,
     generated,
+    last_of,
     lists_of,
     recorded,
     room_of,
@@ -26,10 +27,12 @@ def test_two_ranks_answer_as_one_and_trace_their_own_heads(tmp_path):
     model = small_model(tmp_path / "model")
     folder, cores = tmp_path / "traces", sorted(os.sched_getaffinity(0))
     job = traced_job(folder, [dict(prompts=FIRST[:1], tokens=MADE)], tensor_parallel_size=2)
+    job["report"] = str(tmp_path / "report")
     cores = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     (outputs,), notes = answers([job], model, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1", **cores)
     assert [o["tokens"] for o in outputs] == generated(model[0], FIRST[:1])
     assert sum(note["momo"] for note in notes) > 0 and sum(note["far"] for note in notes) > 0
+    assert last_of(tmp_path / "report") == [[("momo", "gather")] * 2]  # the ranks agree
     parts = [trace.read(folder / f"prompt-0001@rank{rank}.parquet") for rank in range(2)]
     same = recorded(model[0], FIRST[0], [0, 512, 1024, 1300], tmp_path / "same")
     wanted = lists_of(same)

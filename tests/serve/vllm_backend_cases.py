@@ -134,15 +134,16 @@ class Layer:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         self.config = configuration(policy)
-        for module in (plug, __import__("vllm.v1.attention.backends.flash_attn", fromlist=["x"])):
+        flash = __import__("vllm.v1.attention.backends.flash_attn", fromlist=["x"])
+        impl = __import__("attnplug.serve.vllm.impl", fromlist=["x"])
+        for module in (plug, impl, flash):
             for name in ("get_current_vllm_config", "get_current_vllm_config_or_none"):
                 monkeypatch.setattr(module, name, lambda: self.config, raising=False)
         fp8 = cache == "fp8"
         if fp8:
-            flash = __import__("vllm.v1.attention.backends.flash_attn", fromlist=["x"])
             for name in ("flash_attn_supports_fp8", "flash_attn_supports_kv_cache_dtype"):
                 monkeypatch.setattr(flash, name, lambda *_, **__: True, raising=False)
-            monkeypatch.setattr(plug._custom_ops, "scaled_fp8_quant", quantize_queries)
+            monkeypatch.setattr(impl._custom_ops, "scaled_fp8_quant", quantize_queries)
         self.config.cache_config.cache_dtype = cache
         self.impl = plug.PlugImpl(HEADS, WIDTH, 0.125, KV_HEADS, None, None, cache)
         scales = {name: torch.tensor(x if fp8 else 1.0) for name, x in SCALES.items()}

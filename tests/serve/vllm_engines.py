@@ -91,6 +91,12 @@ def answers(jobs: list[dict], model, folder: Path, **environment: str):
     return [json.loads(line.removeprefix("JOB ")) for line in lines], notes
 
 
+def last_of(file: Path) -> list[list[tuple[str, str]]]:
+    """What a job's reports say of who has served: of each turn, of each layer."""
+    reports = json.loads(file.read_text())
+    return [[(each["prefill"], each["decode"]) for each in report["last"]] for report in reports]
+
+
 def traced_job(folder: Path, turns: list[dict], **options) -> dict:
     """A job whose prompts are traced to a folder."""
     return dict(

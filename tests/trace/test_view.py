@@ -98,6 +98,10 @@ def test_the_page_holds_every_edge(tmp_path, weights):
             np.testing.assert_allclose(weight, weight_, rtol=np.expm1((high - low) / 508 * 1.001))
             assert np.expm1((high - low) / 508) < 0.033
         assert meta["layers"][place]["kept"] == [1.0] * 3
+        sizes = trace.list_sizes(layer)
+        np.testing.assert_array_equal(sizes.ravel(), np.bincount(row_, minlength=sizes.size))
+        listed = meta["layers"][place]["listed"]
+        np.testing.assert_allclose(listed, sizes.mean(1), atol=1e-4)
 
 
 def test_the_same_trace_makes_the_same_page(tmp_path):

@@ -202,6 +202,13 @@ def test_search_finds_the_needle_and_the_head_that_reads_it(files, open_page):
     page.select_option("#measure", "edge")
     until(page, "document.getElementById('heads').dataset.measure === 'edge'")
     assert f"layer 1, head {HEADS - 1}" in page.get_attribute("#heads", "aria-label")
+    page.select_option("#measure", "listed")
+    until(page, "document.getElementById('heads').dataset.measure === 'listed'")
+    sizes = np.stack([trace.list_sizes(layer).mean(1) for layer in trace.layers])
+    i, j = np.unravel_index(sizes.argmax(), sizes.shape)
+    best = f"layer {trace.layers[i]}, head {j}: {sizes.max():.1f}"
+    assert best in page.get_attribute("#heads", "aria-label")
+    assert f"lists of {sizes.mean():.1f} blocks on average" in page.inner_text("body")
     page.fill("#search", "no such words")
     until(page, "document.getElementById('search-status').innerText === '0 matches'")
 

@@ -26,17 +26,24 @@ def _valid_blocks(mask, allowed, start, position, block):
 
 
 @njit()
+def _row_maxima(q, k, mask, position, first):
+    """Largest product `[M]` of each query `q [M, D]`, at `position` on, and the keys `k [N, D]`, at
+    `first` on, that it sees."""
+    products = np.zeros((q.shape[0], k.shape[0]), np.float32)
+    add_product(q, np.ascontiguousarray(k.T), products)
+    best = np.full(q.shape[0], -np.inf, np.float32)
+    for m in range(q.shape[0]):
+        for n in range(min(k.shape[0], position + m - first + 1)):
+            if (mask.shape[0] == 0 or mask[first + n]) and products[m, n] > best[m]:
+                best[m] = products[m, n]  # a NaN is never larger
+    return best
+
+
+@njit()
 def _score(q, k, mask, position, first):
     """Largest product of queries `q [M, D]`, at `position` on, and keys `k [N, D]`, at `first`
     on, that see each other."""
-    products = np.zeros((q.shape[0], k.shape[0]), np.float32)
-    add_product(q, np.ascontiguousarray(k.T), products)
-    best = np.float32(-np.inf)
-    for m in range(q.shape[0]):
-        for n in range(min(k.shape[0], position + m - first + 1)):
-            if (mask.shape[0] == 0 or mask[first + n]) and products[m, n] > best:
-                best = products[m, n]  # a NaN is never larger
-    return best
+    return _row_maxima(q, k, mask, position, first).max()
 
 
 @njit()
@@ -202,6 +209,26 @@ def _rank(q, k, mask, summaries, valid, position, start, block, query_block, pla
     return _best_of(q, k, mask, candidates, position, start, block, places)
 
 
+@njit()
+def _drop_far(q, k, mask, position, start, block, gap, scores, blocks):
+    """Take the blocks from the sorted list of which no query has a score that is at most `gap`
+    below its best one in the list; those behind move up."""
+    maxima = np.full((blocks.shape[0], q.shape[0]), -np.inf, np.float32)
+    best = np.full(q.shape[0], -np.inf, np.float32)
+    for i in range(blocks.shape[0]):
+        if blocks[i] >= 0:
+            begin = start + blocks[i] * block
+            maxima[i] = _row_maxima(q, k[begin : begin + block], mask, position, begin)
+            best = np.maximum(best, maxima[i])
+    count = 0
+    for i in range(blocks.shape[0]):
+        near = (maxima[i] > -np.inf) & (maxima[i] >= best - gap)
+        if near.any():
+            scores[count], blocks[count] = scores[i], blocks[i]
+            count += 1
+    scores[count:], blocks[count:] = -np.inf, -1
+
+
 @njit(parallel=True)
 def search_rows(
     q,
@@ -213,13 +240,14 @@ def search_rows(
     mask,
     block_mask,
     budget,
+    gap,
     query_block,
     block,
     index,
     score,
 ):
     """Every (row, query head, query block), in parallel: by bounds of `summaries` if `flat`, else
-    by branches."""
+    by branches. A negative `gap` drops nothing."""
     batch, heads, queries, _ = q.shape
     group, slots = heads // k.shape[1], index.shape[2]
     for item in prange(batch * heads * slots):
@@ -245,5 +273,7 @@ def search_rows(
             )
         else:
             scores, blocks = _refine(row, keys, hidden, valid, first, start[b], block, places)
+        if gap >= 0:
+            _drop_far(row, keys, hidden, first, start[b], block, gap, scores, blocks)
         index[b, h, i, :places] = blocks
         score[b, h, i, :places] = scores

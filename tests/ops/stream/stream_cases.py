@@ -101,6 +101,22 @@ def flat(q, k, b, h, i, scores, branches, **options):
     return ranked[:branches], gap
 
 
+def near(q, k, b, h, i, kept, gap, **options):
+    """(those of the list `kept` of which some query has a score at most `gap` below its best one,
+    the smallest distance of a score from where that ends)."""
+    seen, rows, columns = seen_pairs(q, k, b, h, **options)
+    mine = rows == i
+    s = q[b, h, mine].double() @ k[b, h // (q.shape[1] // k.shape[1])].double().T
+    s = s.nan_to_num(-math.inf, math.inf, -math.inf)
+    of = [s.masked_fill(~(seen[mine] & (columns == r)), -math.inf).amax(1) for _, r in kept]
+    table = torch.stack(of)  # [list, queries]
+    limit = table.amax(0) - gap
+    away = (table - limit).abs()[table.isfinite() & limit.isfinite()]
+    stays = ((table > -math.inf) & (table >= limit)).any(1).tolist()
+    close = float(away.min()) if away.numel() else math.inf
+    return [entry for entry, stay in zip(kept, stays, strict=True) if stay], close
+
+
 def specified(q, k, **options):
     """(index, score) of the whole call, and the gaps `[B, Hq, NQ]`."""
     options = DEFAULTS | options
@@ -125,6 +141,9 @@ def specified(q, k, **options):
                     kept, gaps[b, h, i] = flat(q, k, b, h, i, found, branches, **options)
                 else:
                     kept, gaps[b, h, i] = select(found, int(columns.max()) + 1, branches)
+                if options.get("gap") is not None and kept:
+                    kept, close = near(q, k, b, h, i, kept, **options)
+                    gaps[b, h, i] = min(float(gaps[b, h, i]), close)
                 for j, (value, r) in enumerate(kept):
                     index[b, h, i, j], score[b, h, i, j] = r, value
     return index, score, gaps
@@ -156,7 +175,7 @@ def dtypes(device_path):
 
 NAMES = (
     "query_block", "block", "top_k", "budget", "lengths", "start", "key_mask", "block_mask",
-    "search",
+    "search", "gap",
 )  # fmt: skip
 
 
@@ -208,6 +227,7 @@ def calls(draw, device_path, whole):
         options["budget"] = torch.randint(
             -1, options["top_k"] + 2, (*ends, slots), generator=torch.Generator().manual_seed(seed)
         )
+    options["gap"] = draw(st.sampled_from([None, None, 0.0, 4.0, 40.0]))
     q, k = pair(seed, batch, heads, kv_heads, queries, size, width, dtype, whole)
     if "lengths" in options:
         for b, length in enumerate(options["lengths"].tolist()):

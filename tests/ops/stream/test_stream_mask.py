@@ -156,8 +156,8 @@ def test_a_pipeline_changes_no_bit(device, limited):
     found = []
     plan = op.plan_for(block, 4, block, width, 2, True)
     for each in (plan, plan._replace(stages=1), plan._replace(seed_stages=3)):
-        found.append(op._allocate(q, k, *args, *none, "branches"))
-        op.launch_stream_mask(q, k, *args, *none, "branches", *found[-1], plan=each)
+        found.append(op._allocate(q, k, *args, *none, "branches", None))
+        op.launch_stream_mask(q, k, *args, *none, "branches", None, *found[-1], plan=each)
     assert device == "cpu" or plan.stages > 1
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
@@ -208,6 +208,40 @@ def test_a_budget_is_a_smaller_top_k(device_path, search):
         same((index[:, :, i, :count], score[:, :, i, :count]), tuple(x[:, :, i] for x in alone))
         assert index[:, :, i, count:].eq(-1).all()
     assert index[:, :, 3].eq(-1).all()
+
+
+def test_a_gap_lists_what_a_query_prefers(device_path, search):
+    """Each of three queries has one block of its own, with products of 100, 10 and 1; what is half
+    as good for a query stays or goes by that query's best, not by the list's."""
+    q = torch.zeros(1, 1, 16, 64)
+    k = torch.zeros(1, 1, 256, 64)
+    for row, (size, r) in enumerate([(100, 2), (10, 5), (1, 8)]):
+        q[0, 0, row::3, row] = 1  # every query is of one of the three
+        k[0, 0, 16 * r + 3, row] = size
+        k[0, 0, 16 * (r + 1) + 3, row] = size / 2
+    named = {None: [2, 3, 5, 6, 8, 9], 0: [2, 5, 8], 4: [2, 5, 8, 9], 5: [2, 5, 6, 8, 9]}
+    for gap, wanted in named.items():
+        index, score = trace(device_path, q, k, top_k=8, gap=gap, search=search)
+        found = index[0, 0, 0]
+        listed = [r for r in wanted if r in found.tolist()]
+        assert listed == wanted
+        if gap in (0, 4):  # at 4 blocks without a product tie with the last of the best
+            assert score[0, 0, 0, 0] == 100
+    flat = trace(device_path, q.zero_(), k, top_k=8, gap=0, search=search)
+    assert flat[0].ge(0).all()  # all scores are alike
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+def test_a_gap_lists_no_block_without_a_score(device_path, search, bad):
+    q, k = pair(0, 1, 1, 1, 16, 128)
+    k[0, 0, 32:48, 3] = bad
+    options = {"top_k": 8, "gap": 6.0, "search": search}
+    index, score = trace(device_path, q, k, **options)
+    same((index, score), specified(q, k, **options)[:2])
+    assert bool((index == 2).any()) == (bad == math.inf)
+    nothing = trace(device_path, torch.full_like(q, math.nan), k, **options)
+    assert nothing[0].eq(-1).all() and nothing[1].eq(-math.inf).all()
 
 
 def test_a_decode_step_names_the_needle(device_path, search):
@@ -274,6 +308,9 @@ WRONG = [
     ({"block_mask": torch.ones(1, 1, 3, 3)}, "block_mask is torch.float32"),
     ({"block_mask": torch.ones(1, 3, 3, 3, dtype=torch.bool)}, r"needs .* = \[1, 4, 3, 3\]"),
     ({"search": "flat"}, "search is 'flat', needs branches or bounds"),
+    ({"gap": -1.0}, "gap is -1.0, needs a number from 0 on"),
+    ({"gap": math.nan}, "gap is nan"),
+    ({"gap": math.inf}, "gap is inf"),
     ({"q": torch.zeros(1, 4, 40, 128)}, "q has head dimension 128"),
 ]
 

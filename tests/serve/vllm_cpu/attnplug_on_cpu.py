@@ -26,6 +26,7 @@ from attnplug.ops.gvr.score_tokens import quantize_keys
 from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.paged.pages import contiguous_row
 from attnplug.serve.paged.rows import Batch, Row, batch_of
+from attnplug.serve.paged.tally import StepRows
 from attnplug.serve.vllm.layout import pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.requests import requests_of
@@ -87,6 +88,10 @@ class Builder(AttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         served = [layer.impl.served(layer) for layer in layers.values()]
         traced = {layer.index for layer in served if layer.phases.trace is not None}
+        self.steps = StepRows()
+        for layer in served:
+            layer.steps = self.steps
+        self.rule = next((layer.rule for layer in served if layer.rule is not None), None)
         self.requests = requests_of(self.vllm_config) if traced else None
         if self.requests is not None:
             self.requests.traces.layers |= traced
@@ -96,6 +101,7 @@ class Builder(AttentionMetadataBuilder):
         starts = common.query_start_loc_cpu.tolist()
         seen = common.seq_lens_cpu_upper_bound.tolist()
         batch = batch_of(starts, seen)
+        self.steps.note(batch.step_keys, self.rule)
         return Metadata(
             batch,
             starts,
@@ -129,19 +135,19 @@ class Impl(CPUAttentionBackendImpl):
         self.config = get_current_vllm_config()
         self.policy = policy_of(self.config)
         check_server(self.config, self.policy)
-        self._served = None
+        self.serving = None
 
     def served(self, layer) -> ServedLayer:
-        if self._served is None:
+        if self.serving is None:
             index = extract_layer_index(layer.layer_name)
             asked = self.policy.of_layer(index)
             longest, device = self.config.model_config.max_model_len, torch.device("cpu")
             rows = self.config.scheduler_config.max_num_seqs
-            phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, rows, device))
+            phases, why = phases_for(asked, LayerTraits(self.head_size, longest, rows, device))
             more = dict(softcap=float(self.logits_soft_cap), sinks=self.sinks, device=device)
-            more |= dict(index=index)
-            self._served = ServedLayer(phases, scale=self.scale, **more)
-        return self._served
+            more |= dict(index=index, why=why)
+            self.serving = ServedLayer(phases, scale=self.scale, **more)
+        return self.serving
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         k, v, *_ = pages(kv_cache, heads_first=True)
@@ -181,7 +187,9 @@ class Impl(CPUAttentionBackendImpl):
                 self.attend_densely(row, query, cache, m.table, output)
         if gathers and m.batch.steps:
             served.attend_steps(query[steps], cache, m.table[steps], far, output[steps])
-        for run in m.batch.runs(served.serves_prompt):
+        runs = list(m.batch.runs(served.serves_prompt))
+        served.note_dense(row for run in runs if not run.sparse for row in run.rows)
+        for run in runs:
             for row in run.rows:
                 if run.sparse:
                     served.attend_prompt(row, query, key, value, cache, m.table, output)

@@ -17,7 +17,14 @@ from attnplug.ops.stream.kernels.branches import (
     score_of,
     valid_blocks,
 )
-from attnplug.ops.stream.kernels.refine import Look, floor_of, load_block, row_maxima, scope
+from attnplug.ops.stream.kernels.refine import (
+    Look,
+    floor_of,
+    load_block,
+    row_maxima,
+    scope,
+    within_gap,
+)
 
 WIDER = Constant(4)  # earlier blocks that are scored for each place of a list
 LISTS = Constant(16)  # that a program of `rank` makes at once: the least rows of a product
@@ -208,6 +215,7 @@ def rescore(
     after,
     allowed,
     budget,
+    gap,
     SHAPE: tl.constexpr,
     SEARCH: tl.constexpr,
     TILE: tl.constexpr,
@@ -260,6 +268,8 @@ def rescore(
                 part = row_maxima(look, r, tile % PARTS * TILE, SHAPE, BLOCK, TILE)
                 new = tl.where(i == tile // PARTS, tl.maximum(new, tl.max(part, 0)), new)
             key = best_branches(key, pack(new, rep), branches, KP)
+        if gap is not None:
+            key = within_gap(key, look, gap, SHAPE, SEARCH, TILE)
     rep = representative(key)
     tl.store(index + line * K + i, tl.where(rep == NONE, -1, rep), mask=i < K)
     tl.store(score + line * K + i, score_of(key), mask=i < K)

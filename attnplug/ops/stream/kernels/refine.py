@@ -140,6 +140,39 @@ def row_maxima(look, r, begin, SHAPE: tl.constexpr, BLOCK: tl.constexpr, TILE: t
 
 
 @triton.jit
+def within_gap(
+    key,
+    look,
+    gap,
+    SHAPE: tl.constexpr,
+    SEARCH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The sorted list `key` without the blocks of which no query has a score that is at most `gap`
+    below its best one in the list. Each listed block is read twice more, for each query's best and
+    then for who comes near it: the maxima of all blocks together would not fit beside the keys."""
+    BLOCK: tl.constexpr = SEARCH.BLOCK
+    KP: tl.constexpr = SEARCH.KP
+    PARTS: tl.constexpr = BLOCK // TILE
+    i = tl.arange(0, KP)
+    rep = representative(key)
+    tiles = PARTS * tl.sum((rep != NONE).to(tl.int32), 0)  # the list has its blocks in front
+    best = tl.full([SHAPE.ROWS], float("-inf"), tl.float32)
+    # No pipelines: no GPU has compared one over these gathered keys (see `Plan`).
+    for tile in tl.range(0, tiles, num_stages=1):
+        r = tl.sum(tl.where(i == tile // PARTS, rep, 0), 0)
+        best = tl.maximum(best, row_maxima(look, r, tile % PARTS * TILE, SHAPE, BLOCK, TILE))
+    near = tl.zeros([KP], tl.int32)
+    for tile in tl.range(0, tiles, num_stages=1):
+        r = tl.sum(tl.where(i == tile // PARTS, rep, 0), 0)
+        part = row_maxima(look, r, tile % PARTS * TILE, SHAPE, BLOCK, TILE)
+        found = tl.where(part > float("-inf"), (part >= best - gap).to(tl.int32), 0)
+        near = tl.where(i == tile // PARTS, tl.maximum(near, tl.max(found, 0)), near)
+    empty = pack(tl.full([KP], float("-inf"), tl.float32), tl.full([KP], NONE, tl.int32))
+    return tl.sort(tl.where(near > 0, key, empty), descending=True)
+
+
+@triton.jit
 def seed(
     q,
     cache,
@@ -235,6 +268,7 @@ def refine(
     before,
     allowed,
     budget,
+    gap,
     SHAPE: tl.constexpr,
     SEARCH: tl.constexpr,
     TILE: tl.constexpr,
@@ -295,6 +329,8 @@ def refine(
             key = best_branches(key, pack(new, other), branches, KP)
             splits += 1
             longest = (longest + 1) // 2
+        if gap is not None:
+            key = within_gap(key, look, gap, SHAPE, SEARCH, TILE)
     rep = representative(key)
     tl.store(index + out, tl.where(rep == NONE, -1, rep), mask=i < K)
     tl.store(score + out, score_of(key), mask=i < K)
