@@ -46,6 +46,8 @@ from attnplug.ops.certified.proof import (
     ROW,
     SCORE,
     SCORE_CARE,
+    SHARED_NEED,
+    SHARING,
     SQUARE_FLOOR,
     VALUES,
     VANISHED,
@@ -55,7 +57,7 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-PROOF = "48f2d3c1fc4b193e"  # `proof.digest()` of the constants that numba compiles in here
+PROOF = "e7e871618e29a220"  # `proof.digest()` of the constants that numba compiles in here
 
 
 class Pass(NamedTuple):
@@ -299,16 +301,18 @@ def _shares(logs, squares, delta, noise, moved, summary, norm, output, off, limi
 
 
 @njit()
-def limits(size, tolerance, out):
-    """What each head of a row may add to the layer's error, `out` [H]: their squares come to
-    NEED_SHARE of what `layer_holds` will allow, if the norms `size` [H] stay what they are."""
+def limits(size, tolerance, group, out):
+    """What each head of a row may add to the layer's error, `out` [H]: the root of the sum of their
+    squares is NEED_SHARE, or SHARED_NEED, of what `layer_holds` will allow, if the norms `size` [H]
+    stay what they are."""
+    share = SHARED_NEED if group >= SHARING else NEED_SHARE
     whole = 0.0
     for x in size:
         if x < np.inf:
             whole += x * x
     for h in range(len(size)):
         part = OWN_PART * size[h] ** 2 + (1 - OWN_PART) * whole / len(size)
-        out[h] = NEED_SHARE * tolerance / (1 + tolerance) * np.sqrt(part)
+        out[h] = share * tolerance / (1 + tolerance) * np.sqrt(part)
 
 
 @njit()
@@ -867,7 +871,8 @@ def reference(
             _pass_of(every, size, item, n),
         )
     for b in range(batch):
-        limits(size[b * kv_heads : b * kv_heads + kv_heads].ravel(), tolerance, limit[b])
+        norms = size[b * kv_heads : b * kv_heads + kv_heads].ravel()
+        limits(norms, tolerance, group, limit[b])
     for index in prange(batch * kv_heads):
         item = np.int64(index)
         b, h = item // kv_heads, item % kv_heads

@@ -137,31 +137,34 @@ def test_the_heads_that_are_kept_are_as_many_as_fit(device_path, data):
 
 
 @triton.jit
-def limit(out, sums, tolerance, HEADS: tl.constexpr, PADDED: tl.constexpr):
+def limit(out, sums, tolerance, HEADS: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr):
     head = tl.program_id(0)
     size = tl.load(sums + head * 5 + 2)
-    found = _limit(sums, 0, HEADS, size, tolerance, PADDED)
+    found = _limit(sums, 0, HEADS, size, tolerance, PADDED, GROUP)
     tl.store(out + head, found)
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.05, 2.0])
-def test_what_heads_may_add_comes_to_what_the_layer_allows(device_path, tolerance):
+@pytest.mark.parametrize("group", [1, 4])
+def test_what_heads_may_add_comes_to_what_the_layer_allows(device_path, tolerance, group):
     """Also where a head's output is not a number: the others know nothing of it."""
     device, path = device_path
     for size in ([1.0], [1.0, 0.0, 3.0], [2.0, float("nan"), 1e-3, 5.0, float("inf")]):
         size = np.array(size)
         if path == "reference":
             found = np.empty(len(size))
-            reference.limits(size, tolerance, found)
+            reference.limits(size, tolerance, group, found)
         else:
             sums = torch.zeros(len(size), 5, device=device)
             sums[:, 2] = torch.from_numpy(size)
             out = torch.empty(len(size), device=device)
-            limit[(len(size),)](out, sums, tolerance, len(size), triton.next_power_of_2(len(size)))
+            padded = triton.next_power_of_2(len(size))
+            limit[(len(size),)](out, sums, tolerance, len(size), padded, group)
             found = out.cpu().double().numpy()
         good = np.isfinite(size)
         whole = np.sqrt((size[good] ** 2).sum())
-        allowed = proof.NEED_SHARE * tolerance / (1 + tolerance) * whole
+        share = proof.NEED_SHARE if group < proof.SHARING else proof.SHARED_NEED
+        allowed = share * tolerance / (1 + tolerance) * whole
         assert np.sqrt((found[good] ** 2).sum()) <= allowed * (1 + 1e-6)
         if good.all():
             assert np.sqrt((found**2).sum()) == pytest.approx(allowed, rel=1e-6)

@@ -97,7 +97,7 @@ def merge_heads(
 
 
 @triton.jit
-def _limit(head_sums, first, heads, size, tolerance, HEADS: tl.constexpr):
+def _limit(head_sums, first, heads, size, tolerance, HEADS: tl.constexpr, GROUP: tl.constexpr):
     """`reference.limits` of a head whose output's norm is `size`, of a row whose heads begin at
     `first`."""
     h = tl.arange(0, HEADS)
@@ -105,7 +105,8 @@ def _limit(head_sums, first, heads, size, tolerance, HEADS: tl.constexpr):
     sizes = tl.load(at, mask=h < heads, other=0.0)
     whole = tl.sum(tl.where(sizes < float("inf"), sizes * sizes, 0.0), 0)
     part = R.OWN_PART * size * size + (1 - R.OWN_PART) * whole / heads
-    return R.NEED_SHARE * tolerance / (1 + tolerance) * tl.sqrt(part)
+    SHARE: tl.constexpr = R.SHARED_NEED if GROUP >= R.SHARING else R.NEED_SHARE
+    return SHARE * tolerance / (1 + tolerance) * tl.sqrt(part)
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def weigh_heads(
     size = tl.load(head_at + R.HEAD_SIZE)
     shown = tl.load(head_at + R.HEAD_SHOWN)
     heads = tl.num_programs(0)
-    limit = _limit(head_sums, b * heads, heads, size, tolerance, HEADS)
+    limit = _limit(head_sums, b * heads, heads, size, tolerance, HEADS, SHAPE.GROUP)
     factor = 1 / tl.maximum(limit, 1e-30)
     output = (size, shown, moved)
     rates = (sums, left_behind(noise, cap, SHAPE.D) + off, off)
