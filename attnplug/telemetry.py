@@ -116,7 +116,7 @@ def certified(rows: list[Certificates]) -> list[Table]:
     """Bounds, and what was done for them: one row a layer; layers without a tier (small or foreign
     caches are dense) have none. Two tables, as one does not fit a terminal of 80 columns."""
     bounds = _numbers(
-        "certificates: share of heads recomputed, bounds of the others",
+        "certificates: share of heads recomputed, bounds of the others alone and all",
         "layer",
         "head-steps",
         "exact",
@@ -124,6 +124,7 @@ def certified(rows: list[Certificates]) -> list[Table]:
         "max",
         "E_val mean",
         "max",
+        "all max",
     )
     work = _numbers(
         "how often a rung was climbed, hits in the scratch cache, MiB",
@@ -146,6 +147,7 @@ def certified(rows: list[Certificates]) -> list[Table]:
             f"{row.key_max:.2g}",
             f"{row.value_mean:.2g}",
             f"{row.value_max:.2g}",
+            f"{row.layer_max:.2g}",
         )
         work.add_row(
             str(row.layer),

@@ -165,7 +165,7 @@ class Layer(NamedTuple):
         q, k, v = self.qkv(batch, 1, size)
         tier = tier_of(ops.QuantizedKV, k, block)
         ops.quantize_kv(k, v, tier, block=block, lengths=new(batch))
-        rows = batch, self.kv_heads, self.heads // self.kv_heads, 16
+        rows = batch, self.kv_heads, self.heads // self.kv_heads, 18
         telemetry = new(*rows, dtype=torch.float64)
         options = {"scale": 0.1, "lengths": new(batch), "telemetry": telemetry}
         ops.certified_attention(q, k, v, tier, block=block, **options)

@@ -284,7 +284,7 @@ def certified_attention(op: Any) -> Cases:
                 new(*rows, slots, block, width, dtype=dtype), *(new(*rows, slots) for _ in "abc"),
                 new(*rows, 16, 3, dtype=INT64),
             )  # fmt: skip
-        options["telemetry"] = new(*rows, heads // kv, 16, dtype=torch.float64)
+        options["telemetry"] = new(*rows, heads // kv, 18, dtype=torch.float64)
         return lambda: op(q, k, v, tier, scale=0.1, block=block, **options)
 
     one, bench = {"lengths": new(1)}, (1, 32, 8, 131072, 128)

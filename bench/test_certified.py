@@ -123,7 +123,7 @@ def test_certified(gpu_bench, originals, batch, n):
 
 
 CHAINS = [
-    *(("bound", x) for x in ("quantize_kv", *PHASES[1:]) if x not in ("weigh", "promote")),
+    *(("bound", x) for x in ("quantize_kv", *PHASES[1:]) if x not in ("merge", "weigh", "promote")),
     *(("default", x) for x in PHASES[2:]),
 ]
 

@@ -19,7 +19,7 @@ HEADS = 32  # query heads a KV head whose telemetry is kept; more are served wit
 
 class CertifiedLayer(PlugLayer):
     """Originals (`keys`, `values`, in host memory where a GPU computes), their quantized tier, what
-    of the host's is kept on the GPU, and what the steps measured, `telemetry` `[B,Hkv,32,16]`
+    of the host's is kept on the GPU, and what the steps measured, `telemetry` `[B,Hkv,32,18]`
     float64.
 
     `update` writes originals only. A step quantizes what has become a complete block; complete
@@ -120,9 +120,12 @@ class CertifiedLayer(PlugLayer):
 @dataclasses.dataclass(frozen=True)
 class Certificates:
     """What the steps of one layer's cache were certified to, over its heads. Bounds are in units of
-    the values; `exact` is the share of head-steps that were recomputed from the originals. Of
-    `wanted` keys and values of blocks, those that steps read exactly, `found` were in the scratch
-    cache; the others, and what is not quantized or was recomputed, are `link_bytes`."""
+    the values. `layer_mean` and `layer_max` are what `tolerance` limits: the root of the sum of the
+    heads' squared bounds, as a share of the norm that all of the row's exact heads have at least;
+    infinite where nothing is known of that. `exact` is the share of head-steps that were recomputed
+    from the originals. Of `wanted` keys and values of blocks, those that steps read exactly,
+    `found` were in the scratch cache; the others, and what is not quantized or was recomputed, are
+    `link_bytes`."""
 
     layer: int
     head_steps: int
@@ -130,6 +133,8 @@ class Certificates:
     key_max: float
     value_mean: float
     value_max: float
+    layer_mean: float
+    layer_max: float
     needed: int
     values: int
     head: int
@@ -179,6 +184,8 @@ def _summary(index: int, layer: CertifiedLayer) -> Certificates:
         key_max=peak["key_max"],
         value_mean=total["value_sum"] / steps,
         value_max=peak["value_max"],
+        layer_mean=total["layer_sum"] / steps,
+        layer_max=peak["layer_max"],
         needed=int(total["needed"]),
         values=int(total["values"]),
         head=int(total["head"]),

@@ -5,6 +5,9 @@ head of every step is returned with a bound on its distance from exact attention
 
     ||out^ - out||_2 <= E_key + E_val + E_round
 
+And the heads of a layer that are not exact are together, as its next product sees them, within the
+tolerance of exact attention: their squared bounds sum up to tolerance^2 ||out||^2 at most.
+
 Source: "Runtime-Certified Bounded-Error Quantized Attention" (docs/papers.md).
 docs/methods/certified.md leads to the bounds, their proofs and the ladder. Prefill is another
 phase's business.
@@ -38,13 +41,14 @@ TIMED = {"block": 64, "k_min": 2}  # of the steps that pay: the block, and the m
 
 @dataclasses.dataclass(frozen=True)
 class Certified(DenseBelow):
-    """Decode over a two-tier cache, each head within its tolerance or exact.
+    """Decode over a two-tier cache, each layer within its tolerance or exact.
 
-    block: keys a block. tolerance: blocks are read exactly until every head's bound is at most this
-    share of its output's norm. A head whose bound is not is recomputed exactly. None: no such
-    limit. coverage, k_min: blocks are read exactly until they hold this share of the attention, and
-    at least so many. k_max: at most so many for each of these. v_tol: a block whose mass times
-    value error is above it is read with exact values.
+    block: keys a block. tolerance: blocks are read exactly until the root of the sum of the heads'
+    squared bounds is at most this share of the norm of all of the layer's exact heads. Where blocks
+    are not enough, heads are recomputed exactly until it is. None: no such limit. coverage, k_min:
+    blocks are read exactly until they hold this share of the attention, and at least so many.
+    k_max: at most so many for each of these. v_tol: a block whose mass times value error is above
+    it is read with exact values.
     ranking: to which depth quantized and exact blocks must rank alike, else the head is recomputed.
     explore: share of the blocks that is spot-checked. originals: "host" or "device".
     scratch: slots of the GPU, for each row and KV head, that keep what was read of the host's

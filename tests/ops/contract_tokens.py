@@ -156,6 +156,6 @@ def certified_attention() -> Iterator[Inputs]:
     asked = {"q": token(), **kv, "tier": tier, "scale": 0.125, "block": 16, "k_max": 128}
     scratch = Scratch.empty(2, 2, 16, 16, 64, torch.float32, "cpu")
     scratch = scratch._replace(slots=torch.zeros(2, 2, 16, 16, 64))  # as on a GPU; a CPU needs none
-    telemetry = torch.zeros(2, 2, 2, 16, dtype=torch.float64)
+    telemetry = torch.zeros(2, 2, 2, 18, dtype=torch.float64)
     yield asked | rows_of(70) | CAPPED | {"telemetry": telemetry, "scratch": scratch}
     yield asked

@@ -29,7 +29,7 @@ SCHEMA = (
     "Tensor? start, Tensor? key_mask, float softcap, Tensor? sinks, Tensor(a!)? telemetry, "
     "Tensor(b!)? slots, Tensor(c!)? owner, Tensor(d!)? used, Tensor(e!)? seals, "
     "Tensor(f!)? counters) -> "
-    "(Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -66,6 +66,7 @@ class CertifiedOutput(NamedTuple):
     lse: torch.Tensor  # float32 [B,Hq,1]
     bounds: torch.Tensor  # float32 [B,Hq,6]
     rungs: torch.Tensor  # int32 [B,Hq]
+    layer: torch.Tensor  # float32 [B,2]
 
 
 class Inputs(NamedTuple):
@@ -105,10 +106,12 @@ class Memory(NamedTuple):
     splits: Splits  # of the first pass, [B Hq, splits + 1]
     merged: torch.Tensor  # their sum
     left_sums: torch.Tensor
-    head_lse: torch.Tensor
+    head_sums: torch.Tensor
     needs: torch.Tensor
     promotion: Promotion
     rest_norms: torch.Tensor
+    head_ends: torch.Tensor
+    raised: torch.Tensor
     exact_lse: torch.Tensor  # of those pieces
     exact_norms: torch.Tensor
     metadata_faults: torch.Tensor | None  # of `prepare`
@@ -170,7 +173,7 @@ def memory_of(inputs: Inputs, plan: Plan, programs: Programs, preparing: int) ->
         splits=Splits(floats(heads, plan.splits + 1, width), floats(heads, plan.splits + 1)),
         merged=floats(heads, width),
         left_sums=floats(heads, records.LEFT_FIELDS.value, programs.CHUNKS),
-        head_lse=floats(heads, records.HEAD_FIELDS.value),
+        head_sums=floats(heads, records.HEAD_FIELDS.value),
         needs=floats(heads, max(1, blocks)),
         promotion=Promotion(
             counts=integers(groups, records.COUNT_FIELDS.value, programs.CHUNKS),
@@ -181,6 +184,8 @@ def memory_of(inputs: Inputs, plan: Plan, programs: Programs, preparing: int) ->
             read_digest=integers(groups),
         ),
         rest_norms=floats(heads, records.REST_FIELDS.value),
+        head_ends=floats(heads, records.END_FIELDS.value),
+        raised=integers(heads),
         exact_lse=floats(heads, plan.pieces),
         exact_norms=floats(heads, plan.pieces, records.EXACT_FIELDS.value),
         metadata_faults=integers(groups, preparing) if preparing else None,

@@ -7,9 +7,13 @@ k', v' are the quantized keys and values (`quantize_kv`), or the originals of th
 reads exactly: those that hold the attention ("promoted"), those whose values would err too much,
 and a random few. The device decides which these are, what the bounds are and when a head or a row
 is recomputed from the originals ("the ladder"). Every head that is returned is within its reported
-bound, or is the exact output. docs/methods/certified-bounds.md has the proofs. Source:
-"Runtime-Certified Bounded-Error Quantized Attention" (docs/papers.md); the bound that decides is a
-tighter one.
+bound, or is the exact output; and the heads of a layer that are not exact are together within
+
+    ||out^ - out||_2  <=  (sum of squared bounds)^(1/2)  <=  tolerance ||out||_2
+
+of all of the layer's heads, side by side, as the model's next product sees them.
+docs/methods/certified-bounds.md has the proofs. Source: "Runtime-Certified Bounded-Error Quantized
+Attention" (docs/papers.md); the bound that decides is a tighter one, and the layer's promise ours.
 """
 
 import numpy as np
@@ -88,9 +92,10 @@ def certified_attention(
             read from the originals.
         scale: factor on q.k, at least 0, commonly `D ** -0.5`.
         block: keys a block, as the tier was made.
-        tolerance: blocks are promoted until every head's bound is at most this share of its
-            output's norm. Heads whose bound is not are recomputed exactly, but where all values are
-            zero or nothing is seen. None: no such limit.
+        tolerance: blocks are promoted until the root of the sum of the heads' squared bounds is at
+            most this share of the norm that the exact heads of the row have at least. Where it is
+            not, heads are recomputed exactly, those with the largest bounds, until the others' is.
+            None: no such limit.
         coverage: blocks are promoted until they hold this share of every head's estimated mass.
         k_min: at least so many blocks for each KV head.
         k_max: at most so many blocks for each head by need, and for each KV head by coverage.
@@ -104,17 +109,19 @@ def certified_attention(
         key_mask: bool `[B, S]`, False where a key must not be seen, as when it was quantized.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: off.
         sinks: `[Hq]`, one more logit for each head, without a value.
-        telemetry: float64 `[B, Hkv, R, 16]`, contiguous, R >= Hq / Hkv: this step is added to the
+        telemetry: float64 `[B, Hkv, R, 18]`, contiguous, R >= Hq / Hkv: this step is added to the
             heads' rows (`TELEMETRY`).
         scratch: where a GPU keeps originals that it read over the link; written, made by
             `Scratch.empty`. Whoever shortens or replaces the keys drops what it holds of them. The
             outputs are the same with and without. On a CPU only its counts are kept. None: none.
 
     Returns:
-        CertifiedOutput: out of q's dtype, lse, bounds and rungs (bits of `RUNGS`). bounds has
-        E_key, E_val, E_round of what is returned, in units of the values; E_key and E_val before
-        any recomputation; E_key by the paper's form. A head with bit "head" or "row" was recomputed
-        exactly.
+        CertifiedOutput: out of q's dtype, lse, bounds, rungs (bits of `RUNGS`) and layer. bounds
+        has E_key, E_val, E_round of what is returned, in units of the values; E_key and E_val
+        before any recomputation; E_key by the paper's form. A head with bit "head" or "row" was
+        recomputed exactly. layer `[B, 2]` float32 has the root of the sum of squared bounds of the
+        heads that were not, and what the norm of all exact heads is at least: the former is at most
+        `tolerance` times the latter. Both are 0 where the whole row was recomputed.
 
     Raises:
         ArgumentError: a shape, dtype, device or option does not fit.
@@ -168,6 +175,7 @@ def _allocate(*args):
         q.new_empty((batch, heads, 1), dtype=torch.float32),
         q.new_empty((batch, heads, 6), dtype=torch.float32),
         q.new_empty((batch, heads), dtype=torch.int32),
+        q.new_empty((batch, 2), dtype=torch.float32),
     )
 
 
@@ -175,8 +183,8 @@ def _allocate(*args):
 
 
 def _cpu(*args):
-    call, (out, lse, bounds, rungs) = Call(*args[:-4]), args[-4:]
-    q, k, v, block, tolerance = call.q, call.k, call.v, call.block, call.tolerance
+    call, (out, lse, bounds, rungs, layer) = Call(*args[:-5]), args[-5:]
+    q, k, v, block = call.q, call.k, call.v, call.block
     lengths, start = rows_on_cpu(k, call.lengths, call.start)
     complete = (lengths - start).clamp(min=0) // block
     blocks = torch.where(
@@ -208,13 +216,14 @@ def _cpu(*args):
         sinks_on_cpu(call.sinks),
         call.ranking,
         capacity,
-        tolerance,
+        call.tolerance,
         torch.finfo(q.dtype).eps / 2,
         tuple(float(x) for x in options),
         result.numpy(),
         lse[:, :, 0].numpy(),
         bounds.numpy(),
         rungs.numpy(),
+        layer.numpy(),
         counts.numpy(),
         marks.numpy(),
     )
@@ -225,8 +234,7 @@ def _cpu(*args):
         simulate(next(state), next(state), block, *state)
     if call.telemetry is not None:
         tail = lengths - start - blocks * block
-        limit = tolerance * result.norm(dim=-1) if tolerance < float("inf") else tolerance
-        _record(call.telemetry, bounds, rungs, counts * block, tail, lengths - start, limit)
+        _record(call, bounds, rungs, layer, counts * block, tail, lengths - start)
 
 
 def _halves(words: torch.Tensor) -> torch.Tensor:
@@ -234,10 +242,10 @@ def _halves(words: torch.Tensor) -> torch.Tensor:
     return words.view(torch.float16).float().unflatten(-1, (-1, 2))
 
 
-def _record(telemetry, bounds, rungs, tokens, tail, whole, limit):
-    """Add one step to the telemetry of each head. `limit`: what a head's bound may be."""
+def _record(call, bounds, rungs, layer, tokens, tail, whole):
+    """Add one step to the telemetry of each head."""
     bounds, rungs = (x.unflatten(1, (tokens.shape[1], -1)) for x in (bounds, rungs))
-    own = telemetry[:, :, : rungs.shape[2]].unbind(-1)
+    own = call.telemetry[:, :, : rungs.shape[2]].unbind(-1)
     fields: dict[str, torch.Tensor] = dict(zip(TELEMETRY, own, strict=True))
     fields["steps"] += 1
     for name in ("needed", "values", "head", "row", "ranking", "boundary", "bound"):
@@ -248,10 +256,13 @@ def _record(telemetry, bounds, rungs, tokens, tail, whole, limit):
         fields[f"{name}_max"].copy_(torch.maximum(fields[f"{name}_max"], bounds[..., i].double()))
     widest = torch.where(again, 0.0, bounds[..., 2].double())
     fields["round_max"].copy_(torch.maximum(fields["round_max"], widest))
-    paper = bounds[..., 5] + bounds[..., 4] + bounds[..., 2]
-    if isinstance(limit, torch.Tensor):
-        limit = limit.unflatten(1, (tokens.shape[1], -1))
-    fields["saved"] += ~again & ~(paper <= limit)
+    spent, norm = layer[:, :, None, None].unbind(1)
+    share = torch.where(spent > 0, spent / norm, 0.0)
+    fields["layer_sum"] += share
+    fields["layer_max"].copy_(torch.maximum(fields["layer_max"], share.double()))
+    if call.tolerance < float("inf"):  # alone it would be more than the layer's heads may have
+        paper = bounds[..., 5] + bounds[..., 4] + bounds[..., 2]
+        fields["saved"] += ~again & ~(paper <= call.tolerance * norm)
     # The group's first head keeps count of what its KV head reads.
     shared = again.any(-1) * whole[:, None]
     for i, name in enumerate(("key_tokens", "value_tokens")):

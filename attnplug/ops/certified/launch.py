@@ -22,10 +22,11 @@ from attnplug.ops.certified.kernels.arguments import (
 from attnplug.ops.certified.kernels.attend import attend, prepare
 from attnplug.ops.certified.kernels.choose import choose_blocks
 from attnplug.ops.certified.kernels.exact import attend_rest, recompute
-from attnplug.ops.certified.kernels.finish import finish, replace
+from attnplug.ops.certified.kernels.finish import finish
 from attnplug.ops.certified.kernels.hopper import attend_blocks
 from attnplug.ops.certified.kernels.promote import promote
-from attnplug.ops.certified.kernels.weigh import weigh_heads
+from attnplug.ops.certified.kernels.replace import replace
+from attnplug.ops.certified.kernels.weigh import merge_heads, weigh_heads
 from attnplug.ops.certified.plan import INF, PREPARED, PROMOTING, Plan, capacity_for, plan_for
 from attnplug.ops.common.device import card
 from attnplug.ops.common.launches import launch_kernel
@@ -35,7 +36,7 @@ from attnplug.ops.common.triton import TensorDescriptor, gl
 from attnplug.ops.common.views import steps_of
 
 FIRST = ("prepare", "rest", "attend")  # what reads the tier, and what is not quantized
-PHASES = (*FIRST, "weigh", "choose", "promote", "finish", "recompute", "replace")
+PHASES = (*FIRST, "merge", "weigh", "choose", "promote", "finish", "recompute", "replace")
 EXACT_TILE = 32  # tokens at a time of a recomputation
 
 
@@ -67,6 +68,7 @@ class _Step:
         self.memory = memory_of(inputs, plan, self.programs, self.preparing)
         steps = steps_of(inputs.rows.lengths, inputs.rows.start)
         self.common = {"STEPS": steps, "PDL": self.pdl}
+        self.every_head = next_power_of_two(self.heads)
 
     def prepare(self) -> None:
         if self.preparing == 0:
@@ -168,6 +170,22 @@ class _Step:
         lines = x.view(torch.int32).view(-1, 32)
         return TensorDescriptor.from_tensor(lines, [self.plan.step // tokens, 32], layout)
 
+    def merge(self, tolerance: float) -> None:
+        if tolerance == INF:
+            return
+        launch_kernel(
+            merge_heads,
+            grid=(self.heads, self.batch),
+            splits=self.memory.splits,
+            merged=self.memory.merged,
+            head_sums=self.memory.head_sums,
+            pieces=self.plan.splits + 1,
+            SHAPE=self.shape,
+            SPLITS=self.programs.SPLITS,
+            PDL=self.pdl,
+            num_warps=plans.CHOOSING.warps,
+        )
+
     def weigh(self, choice: Choice, tolerance: float) -> None:
         if tolerance == INF:
             return
@@ -179,9 +197,7 @@ class _Step:
             tier=self.inputs.tier,
             rows=self.inputs.rows,
             scores=self.memory.scores,
-            splits=self.memory.splits,
-            merged=self.memory.merged,
-            head_lse=self.memory.head_lse,
+            head_sums=self.memory.head_sums,
             needs=self.memory.needs,
             rest_norms=self.memory.rest_norms,
             **self.scales,
@@ -192,11 +208,12 @@ class _Step:
             pieces=self.plan.splits + 1,
             kv_heads=self.kv_heads,
             SHAPE=self.shape,
-            SPLITS=self.programs.SPLITS,
+            HEADS=self.every_head,
             TILE=min(every, plans.WEIGHED),
             HELD=plans.held_blocks(every, 1),
             num_warps=plans.CHOOSING.warps,
             **self.common,
+            **self.early,
         )
 
     def choose(self, choice: Choice, one_sweep: bool, ranking: int, tolerance: float) -> None:
@@ -222,7 +239,7 @@ class _Step:
             splits=self.memory.splits,
             merged=self.memory.merged,
             left_sums=self.memory.left_sums,
-            head_lse=self.memory.head_lse,
+            head_sums=self.memory.head_sums,
             needs=self.memory.needs,
             choice=finite,
             pieces=self.plan.splits + 1,
@@ -269,29 +286,28 @@ class _Step:
     def _limits(self, registers: int | None) -> dict[str, Any]:
         return {"num_stages": 1, **self.card.limit(registers)}
 
-    def finish(self, found, tolerance, ranking, capacity) -> None:
-        memory, telemetry = self.memory, self.inputs.telemetry
+    def finish(self, found, ranking, capacity) -> None:
+        memory = self.memory
         readers = self.programs.READERS
         launch_kernel(
             finish,
             grid=(self.heads, self.batch),
             found=found,
-            telemetry=telemetry,
             sinks=self.inputs.sinks,
             progress=self.inputs.tier.progress,
             rows=self.inputs.rows,
             merged=memory.merged,
             rest_norms=memory.rest_norms,
             left_sums=memory.left_sums,
-            head_lse=memory.head_lse,
+            head_sums=memory.head_sums,
             promotion=memory.promotion,
-            tolerance=tolerance,
+            head_ends=memory.head_ends,
+            raised=memory.raised,
             cap=self.scales["cap"],
             **self.units,
             capacity=capacity,
             splits=self.plan.splits,
             kv_heads=self.kv_heads,
-            telemetry_rows=0 if telemetry is None else telemetry.shape[2],
             SHAPE=self.shape,
             CHUNKS=self.programs.CHUNKS,
             PIECES=readers or self.plan.list_readers,
@@ -303,40 +319,51 @@ class _Step:
             **self.early,
         )
 
-    def recompute(self, rungs: torch.Tensor) -> None:
-        telemetry = self.inputs.telemetry
+    def recompute(self, rungs: torch.Tensor, tolerance: float) -> None:
         launch_kernel(
             recompute,
             grid=(self.plan.pieces, self.kv_heads, self.batch),
             **self.originals,
             rungs=rungs,
-            telemetry=telemetry,
+            raised=self.memory.raised,
+            head_ends=self.memory.head_ends,
             pieces=Splits(self.memory.promotion.changes, self.memory.exact_lse),
             exact_norms=self.memory.exact_norms,
             **self.scales,
+            tolerance=tolerance,
             count=self.plan.pieces,
-            telemetry_rows=0 if telemetry is None else telemetry.shape[2],
             SHAPE=self.shape,
             TILE=EXACT_TILE,
+            HEADS=self.every_head,
             MATH=self.math,
             **self.common,
             num_warps=4,
             **self.early,
         )
 
-    def replace(self, found) -> None:
+    def replace(self, found, tolerance: float) -> None:
+        telemetry = self.inputs.telemetry
         launch_kernel(
             replace,
             grid=(self.heads, self.batch),
             found=found,
+            telemetry=telemetry,
             sinks=self.inputs.sinks,
+            progress=self.inputs.tier.progress,
             rows=self.inputs.rows,
+            promotion=self.memory.promotion,
+            head_ends=self.memory.head_ends,
             pieces=Splits(self.memory.promotion.changes, self.memory.exact_lse),
             exact_norms=self.memory.exact_norms,
+            tolerance=tolerance,
             **self.units,
             count=self.plan.pieces,
+            kv_heads=self.kv_heads,
+            telemetry_rows=0 if telemetry is None else telemetry.shape[2],
             SHAPE=self.shape,
             COUNT=next_power_of_two(self.plan.pieces),
+            HEADS=self.every_head,
+            CHUNKS=self.programs.CHUNKS,
             **self.common,
             num_warps=4,
             **self.early,
@@ -346,7 +373,7 @@ class _Step:
 def launch(*args, plan=None, phases=PHASES):
     """Run the kernels; arguments and outputs as those of `certified_attention`, on a GPU or in
     Triton's interpreter. `phases`: only the first so many, to time them."""
-    call, found = Call(*args[:-4]), CertifiedOutput(*args[-4:])
+    call, found = Call(*args[:-5]), CertifiedOutput(*args[-5:])
     inputs, device = Inputs.of(call), card(call.q.device)
     batch, heads, kv_heads, blocks = inputs.shapes
     capacity = max(1, capacity_for(blocks, call.k_max, call.explore))
@@ -370,12 +397,13 @@ def launch(*args, plan=None, phases=PHASES):
     step = _Step(inputs, call.block, call.scale, call.softcap, plan, readers)
     choice = Choice(call.coverage, k_min, call.k_max, call.v_tol, call.explore)
     arguments = {
+        "merge": (tolerance,),
         "weigh": (choice, tolerance),
         "choose": (choice, one_sweep, ranking, tolerance),
         "promote": (ranking,),
-        "finish": (found, tolerance, ranking, capacity),
-        "recompute": (found.rungs,),
-        "replace": (found,),
+        "finish": (found, ranking, capacity),
+        "recompute": (found.rungs, tolerance),
+        "replace": (found, tolerance),
     }
     for phase in phases:
         getattr(step, phase)(*arguments.get(phase, ()))

@@ -85,12 +85,20 @@ CHAIN_EXTRA = 64  # additions beside those of the tokens: within a tile, and acr
 # --- what is chosen -------------------------------------------------------------------------------
 
 LOG_FLOOR = 1e-37  # added before a logarithm: blocks of no mass rank last and are no NaN
-# Of the tolerance, what promotion by need fills with the bound as it foresees it, E_round included.
-# The rest is what weighing does not know: exact scores move all weights and the output's norm (it
-# falls by 2% at most), and the limit counts that norm less what rounding takes (1% in bf16). One
-# head too many costs more than all that is promoted. A model of the kernels on a CPU: of 280 heads
-# of Gaussian caches of 128K tokens none fails at 0.92, one at 0.94 (docs/log/certified.md).
-NEED_SHARE = 0.92
+# Of what a head may add to the layer's bound, what promotion by need fills with the bound as it
+# foresees it, E_round included. The rest is what weighing does not know: exact scores move all
+# weights and the output's norm (it falls by 2% at most). A head too many costs more than all that
+# is promoted (docs/log/certified.md).
+NEED_SHARE = 0.96
+# The same where a KV head has SHARING query heads or more. What one of them reads, the others have
+# too, so that bounds end below what each foresees for itself. In a model of the kernels on a CPU no
+# layer of a text comes to more than 0.985 of what it may have with 1.15, and one does with 1.2.
+SHARED_NEED, SHARING = 1.1, 3
+# Of the squared error that a layer may have, the part that is shared out by the heads' squared
+# norms; the rest is shared out evenly. With none, a head that has most of the layer's norm may not
+# even have what its own rounding takes, and is recomputed; with all, each head would be held to the
+# tolerance by itself, and those with small outputs would read the most.
+OWN_PART = 0.5
 # E_round grows with the weighted norms of values, which the pass does not sum up. The norms of its
 # outputs show a part of them. A block's heaviest token holds at least a = r^2 / m^2 of its mass, so
 # that at most 2 (1 - a) m (nu + eta) does not show; and with what shows it is at most m (nu + eta).

@@ -24,6 +24,9 @@ CARE = Constant(proof.CARE)
 SCORE_CARE = Constant(proof.SCORE_CARE)
 READ_SHARE = Constant(proof.READ_SHARE)
 NEED_SHARE = Constant(proof.NEED_SHARE)
+SHARED_NEED = Constant(proof.SHARED_NEED)
+SHARING = Constant(proof.SHARING)
+OWN_PART = Constant(proof.OWN_PART)
 NORM_SHARE = Constant(proof.NORM_SHARE)
 MOST_NEEDED = Constant(proof.MOST_NEEDED)
 ROUND_FLOOR = Constant(proof.ROUND_FLOOR)
@@ -113,12 +116,14 @@ RANK_EXACT_BLOCK = Constant(3)  # its block
 RANK_FIELDS = Constant(4)
 PROMOTED_FIELDS = Constant(5 + 4 * 4)
 
-# --- head_lse, float32 [head, HEAD_FIELDS]: choose_blocks or weigh_heads to finish ----------------
+# --- head_sums, float32 [head, HEAD_FIELDS]: choose_blocks or merge_heads to all behind -----------
 
 HEAD_LSE = Constant(0)  # log-sum-exp of all that the first pass has seen
 HEAD_REST_LSE = Constant(1)  # and of what is not quantized
-HEAD_NEED = Constant(2)  # from which need on blocks are promoted: weigh_heads to choose_blocks
-HEAD_FIELDS = Constant(3)
+HEAD_SIZE = Constant(2)  # norm of the output of the pass: merge_heads to weigh_heads
+HEAD_SHOWN = Constant(3)  # and what the norms of its pieces that are quantized come to
+HEAD_NEED = Constant(4)  # from which need on blocks are promoted: weigh_heads to choose_blocks
+HEAD_FIELDS = Constant(5)
 
 # --- rest_norms, float32 [head, REST_FIELDS]: attend_rest to finish; of what is not quantized -----
 
@@ -126,6 +131,13 @@ REST_NORM = Constant(0)  # mean ||v||
 REST_WIDEST = Constant(1)  # largest ||v||
 REST_REACH = Constant(2)  # largest sum |q| |k|, what the softcap can lose included
 REST_FIELDS = Constant(3)
+
+# --- head_ends, float32 [head, END_FIELDS]: finish to recompute and replace; 0 of a head that no
+# error counts of ------------------------------------------------------------------------------
+
+END_BOUND = Constant(0)  # the whole bound
+END_NORM = Constant(1)  # and what the norm of the exact output is at least
+END_FIELDS = Constant(2)
 
 # --- exact_norms, float32 [head, piece, EXACT_FIELDS]: recompute to replace; of all tokens --------
 
@@ -161,6 +173,7 @@ BOUND_FIELDS = Constant(6)
 TELEMETRY = (
     "steps", "needed", "values", "head", "row", "ranking", "boundary", "bound", "key_sum",
     "key_max", "value_sum", "value_max", "round_max", "saved", "key_tokens", "value_tokens",
+    "layer_sum", "layer_max",
 )  # fmt: skip  # a table
 T_STEPS = Constant(TELEMETRY.index("steps"))
 T_NEEDED = Constant(TELEMETRY.index("needed"))
@@ -178,7 +191,10 @@ T_ROUND_MAX = Constant(TELEMETRY.index("round_max"))
 T_SAVED = Constant(TELEMETRY.index("saved"))
 T_KEY_TOKENS = Constant(TELEMETRY.index("key_tokens"))
 T_VALUE_TOKENS = Constant(TELEMETRY.index("value_tokens"))
+T_LAYER_SUM = Constant(TELEMETRY.index("layer_sum"))
+T_LAYER_MAX = Constant(TELEMETRY.index("layer_max"))
 TELEMETRY_FIELDS = Constant(len(TELEMETRY))
+TELEMETRY_PADDED = Constant(32)
 
 # What kernels import: a launch compares one table and not each of these.
 R = table_of(globals())

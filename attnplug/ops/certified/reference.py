@@ -1,12 +1,15 @@
 """The numba reference of `certified_attention`: the specification, in natural logarithms.
 
-One (row, KV head) at a time: score with the quantized keys, choose what is read exactly, attend to
-the mixture, bound the error, check. Only the check of a whole row (rung 4) looks at other heads.
+One (row, KV head) at a time: attend to the quantized keys and values; then choose what is read
+exactly, attend to the mixture, bound the error, check. The heads of a row share out the error that
+their layer may have between these two, and in the end look at what became of it.
 
 This file is over 450 lines because numba's cache of a compiled function looks at the file in which
 the function stands, and not at the files of what it calls. `PROOF` guards what comes from
 `proof.py`.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +36,7 @@ from attnplug.ops.certified.proof import (
     NEEDED,
     NOISE_FLOOR,
     NORM_SHARE,
+    OWN_PART,
     RANKING,
     READ_SHARE,
     REFERENCE_SUMS,
@@ -42,6 +46,8 @@ from attnplug.ops.certified.proof import (
     ROW,
     SCORE,
     SCORE_CARE,
+    SHARED_NEED,
+    SHARING,
     SQUARE_FLOOR,
     VALUES,
     VANISHED,
@@ -51,7 +57,27 @@ from attnplug.ops.common.numba_cache import njit, prange
 from attnplug.ops.common.product import add_product
 from attnplug.ops.common.reference import reference_rows
 
-PROOF = "0b1f27b8e9e9414a"  # `proof.digest()` of the constants that numba compiles in here
+PROOF = "e7e871618e29a220"  # `proof.digest()` of the constants that numba compiles in here
+
+
+class Pass(NamedTuple):
+    """What the pass over the quantized blocks leaves of one (row, KV head)."""
+
+    scores: np.ndarray  # [blocks, G, block] float32
+    parts: np.ndarray  # [blocks, G, D] float64, what each block adds to the outputs
+    logs: np.ndarray  # [G, blocks] float32, log-masses
+    squares: np.ndarray  # the same of squared weights
+    delta: np.ndarray  # [G, blocks] float64, `_deviations`
+    noise: np.ndarray
+    acc: np.ndarray  # [G, D] float64, of what is in no block: what it adds to the outputs,
+    held: np.ndarray  # [G] its weighted norms of values,
+    last: np.ndarray  # [G] float32, its log-sum-exp,
+    own: np.ndarray  # [G] float32, its share of the denominator,
+    reach: np.ndarray  # [G] what arithmetic can move its scores,
+    widest: np.ndarray  # [1] and its largest ||v||
+    norm: np.ndarray  # [G] float32, the logarithm of the denominator
+    shown: np.ndarray  # [G] float64, what the norms of the blocks' outputs come to
+    size: np.ndarray  # [G] and the norm of the output
 
 
 @njit()
@@ -275,18 +301,32 @@ def _shares(logs, squares, delta, noise, moved, summary, norm, output, off, limi
 
 
 @njit()
+def limits(size, tolerance, group, out):
+    """What each head of a row may add to the layer's error, `out` [H]: the root of the sum of their
+    squares is NEED_SHARE, or SHARED_NEED, of what `layer_holds` will allow, if the norms `size` [H]
+    stay what they are."""
+    share = SHARED_NEED if group >= SHARING else NEED_SHARE
+    whole = 0.0
+    for x in size:
+        if x < np.inf:
+            whole += x * x
+    for h in range(len(size)):
+        part = OWN_PART * size[h] ** 2 + (1 - OWN_PART) * whole / len(size)
+        out[h] = share * tolerance / (1 + tolerance) * np.sqrt(part)
+
+
+@njit()
 def _needed(
-    logs, squares, delta, noise, moved, summary, norm, output, off, unit, most, tolerance, marks
+    logs, squares, delta, noise, moved, summary, norm, output, off, unit, most, limit, marks
 ):
     """Mark the blocks that one head needs: those whose reading gains most, until its bound, E_round
-    included, is NEED_SHARE of `tolerance` times its output's norm. None if all are not enough: the
-    head is recomputed, whatever is read. Whether any is marked.
+    included, is at most `limit`. None if all are not enough: the head is likely to be recomputed,
+    whatever is read. Whether any is marked.
 
     `output`: the norm of the output with all blocks quantized, what the norms of the blocks'
     outputs come to, the weighted norms of values that are in no block, and their mass."""
     size, shown, held, mass = output
-    limit = NEED_SHARE * tolerance * size
-    if not (tolerance < np.inf and norm > -np.inf and 0 < limit < np.inf):
+    if not (norm > -np.inf and size < np.inf and 0 < limit < np.inf):
         return False
     share, gain = np.empty(len(logs), np.float32), np.empty((1, len(logs)), np.float32)
     hidden = _shares(
@@ -383,49 +423,57 @@ def _add(p, values, seen, extra, acc, norms):
 
 
 @njit()
-def _quantized_scores(q, codes, meta, seen, low, softcap):
-    """Of each block, by its INT8 keys: scores [blocks, G, block]; and per head [G, blocks] the
-    logarithms of the sum of exponentials and of their squares, and both of `_deviations`."""
-    blocks, block, group = codes.shape[0], codes.shape[1], q.shape[0]
-    scores = np.empty((blocks, group, block), np.float32)
-    logs = np.full((group, blocks), -np.inf, np.float32)
-    squares = np.full((group, blocks), -np.inf, np.float32)
-    delta, noise = np.zeros((group, blocks)), np.zeros((group, blocks))
-    for j in range(blocks):
+def _quantized_scores(q, codes, meta, seen, low, softcap, found):
+    """Of each block, by its INT8 keys, into `found`: scores; and per head the logarithms of the sum
+    of exponentials and of their squares, and both of `_deviations`."""
+    block = codes.shape[1]
+    delta, noise = np.empty(q.shape[0]), np.empty(q.shape[0])
+    for j in range(codes.shape[0]):
         at = low + j * block
         keys = codes[j] * meta[j, 0] + meta[j, 1]
-        _scores(q, keys, seen[at : at + block], softcap, scores[j])
-        _deviations(q, meta[j], softcap, delta[:, j], noise[:, j])
-        for g in range(group):
-            logs[g, j] = _log_sum(scores[j, g])
-            squares[g, j] = _log_squares(scores[j, g])
-    return scores, logs, squares, delta, noise
+        _scores(q, keys, seen[at : at + block], softcap, found.scores[j])
+        _deviations(q, meta[j], softcap, delta, noise)
+        for g in range(q.shape[0]):
+            found.logs[g, j] = _log_sum(found.scores[j, g])
+            found.squares[g, j] = _log_squares(found.scores[j, g])
+            found.delta[g, j], found.noise[g, j] = delta[g], noise[g]
 
 
 @njit()
-def _normalizers(logs, rest):
-    """Per head: (the logarithm of the denominator over blocks and rest, the rest's share)."""
-    group = rest.shape[0]
-    norm, own = np.empty(group, np.float32), np.empty(group, np.float32)
+def attend_group(q, k, v, seen, codes, meta, v_codes, v_meta, low, length, scale, softcap, found):
+    """The pass of the heads `q [G, D]` of one (row, KV head) over its quantized blocks, and over
+    what is in none, into the `Pass` `found`. `k, v` are the row's originals, `codes` and the rest
+    its quantized blocks, `seen [S]` what the key mask shows."""
+    group = q.shape[0]
+    blocks, block = codes.shape[:2]
+    edge = low + blocks * block  # from here on the originals are read
+    scaled = q * np.float32(scale)
+    rest = np.empty((group, max(0, length - edge)), np.float32)
+    _scores(scaled, k[edge:length], seen[edge:length], softcap, rest)
+    _quantized_scores(scaled, codes, meta, seen, low, softcap, found)
     for g in range(group):
-        last = _log_sum(rest[g])
-        norm[g] = np.logaddexp(np.float64(_log_sum(logs[g])), last)
-        own[g] = np.exp(last - norm[g]) if norm[g] > -np.inf else 1.0
-    return norm, own
-
-
-@njit()
-def _quantized_outputs(scores, norm, v_codes, v_meta, seen, low):
-    """[blocks, G, D] float64: what each block adds to the outputs with INT4 values."""
-    blocks, group, block = scores.shape
-    width = 2 * v_codes.shape[2]
-    parts, norms = np.zeros((blocks, group, width)), np.zeros(group)
-    values = np.empty((block, width), np.float32)
+        last = found.last[g] = _log_sum(rest[g])
+        norm = found.norm[g] = np.logaddexp(np.float64(_log_sum(found.logs[g])), np.float64(last))
+        found.own[g] = np.exp(last - norm) if norm > -np.inf else 1.0
+    found.acc[:], found.held[:], found.parts[:] = 0.0, 0.0, 0.0
+    weights = _weights(rest, found.norm)
+    _add(weights, v[edge:length], seen[edge:length], 0.0, found.acc, found.held)
+    found.widest[0], found.reach[:] = _extremes(
+        scaled, k[edge:length], v[edge:length], seen[edge:length]
+    )
+    values, norms = np.empty((block, q.shape[1]), np.float32), np.zeros(group)
     for j in range(blocks):
         at = low + j * block
         _values(v_codes[j], v_meta[j], values)
-        _add(_weights(scores[j], norm), values, seen[at : at + block], 0.0, parts[j], norms)
-    return parts
+        weights = _weights(found.scores[j], found.norm)
+        _add(weights, values, seen[at : at + block], 0.0, found.parts[j], norms)
+    for g in range(group):
+        whole = found.acc[g].copy()  # the output with all blocks quantized
+        shown = 0.0
+        for j in range(blocks):
+            whole += found.parts[j, g]
+            shown += np.sqrt((found.parts[j, g] ** 2).sum())
+        found.size[g], found.shown[g] = np.sqrt((whole**2).sum()), shown
 
 
 @njit()
@@ -473,10 +521,10 @@ def _add_marked(scores, final, v, v_codes, v_meta, eta, seen, low, marks, acc, h
 
 
 @njit()
-def _bounds(
-    tail, worst, mass, held, size, widest, reach, delta, noise, softcap, unit, tolerance, bounds
-):
-    """Write one head's six `bounds`, and return whether they are inside the tolerance.
+def _bounds(tail, worst, mass, held, size, widest, reach, delta, noise, softcap, unit, bounds, end):
+    """Write one head's six `bounds`, and into `end` what `layer_holds` needs of it: the whole
+    bound, and what the norm of its exact output is at least. Whether the bound is finite. A head
+    whose values are zero is exact.
 
     `tail` and `worst` are `_tail`'s, the latter with what exactly read keys add; `mass` is the
     mass of exactly read tokens, `held` their values' weighted norms, `size` the output's norm,
@@ -495,8 +543,11 @@ def _bounds(
     bounds[1], bounds[4] = worst * CARE, worst * CARE
     bounds[2], bounds[5] = around, paper
     full = tight + bounds[1] + around
-    free = tolerance == np.inf or wide <= VANISHED
-    return full < np.inf and (free or full <= tolerance * size * (1 - 2 * unit) / CARE)
+    finite = full < np.inf
+    counts = finite and wide > VANISHED
+    end[0] = full if counts else 0.0
+    end[1] = max(size * (1 - 2 * unit) / CARE - full, 0.0) if counts else 0.0
+    return finite
 
 
 @njit()
@@ -505,8 +556,6 @@ def certify_group(
     k,
     v,
     seen,
-    codes,
-    meta,
     v_codes,
     v_meta,
     summary,
@@ -518,42 +567,33 @@ def certify_group(
     sinks,
     depth,
     capacity,
-    tolerance,
     unit,
     options,
+    found,
+    limit,
     out,
     lse,
     bounds,
+    ends,
     rung,
     counts,
     marks,
 ):
-    """The heads `q [G, D]` of one (row, KV head), up to what only they need. Returns whether a
-    score or value was further off than its bound. `k, v` are the row's originals, `codes` and the
-    rest its quantized blocks, `seen [S]` what the key mask shows."""
-    group = q.shape[0]
-    blocks = codes.shape[0]
-    edge = low + blocks * codes.shape[1]  # from here on the originals are read
+    """The heads `q [G, D]` of one (row, KV head), up to what only they need, from what
+    `attend_group` has `found`; `limit` [G] is `limits`'. Returns whether a score or value was
+    further off than its bound."""
+    group, blocks = q.shape[0], len(marks)
     scaled = q * np.float32(scale)
     eta = summary[:, 0].copy()
-    rest = np.empty((group, max(0, length - edge)), np.float32)
-    _scores(scaled, k[edge:length], seen[edge:length], softcap, rest)
-    scores, logs, squares, delta, noise = _quantized_scores(scaled, codes, meta, seen, low, softcap)
-    norm, own = _normalizers(logs, rest)
-    acc, held = np.zeros((group, q.shape[1])), np.zeros(group)
-    _add(_weights(rest, norm), v[edge:length], seen[edge:length], 0.0, acc, held)
-    parts = _quantized_outputs(scores, norm, v_codes, v_meta, seen, low)
-    widest, reach_q = _extremes(scaled, k[edge:length], v[edge:length], seen[edge:length])
+    # Copies are contiguous, and what is read exactly is put into the scores.
+    logs, squares = found.logs.copy(), found.squares.copy()
+    delta, noise = found.delta.copy(), found.noise.copy()
+    scores, parts, norm, own = found.scores, found.parts, found.norm, found.own
     moved = np.empty(group)
     climbed = 0
     marks[:] = 0
     for g in range(group):
         moved[g] = np.sqrt((scaled[g].astype(np.float64) ** 2).sum()) * CARE
-        whole = acc[g].copy()  # the output with all blocks quantized
-        shown = 0.0
-        for j in range(blocks):
-            whole += parts[j, g]
-            shown += np.sqrt((parts[j, g] ** 2).sum())
         if _needed(
             logs[g],
             squares[g],
@@ -562,11 +602,11 @@ def certify_group(
             moved[g],
             summary,
             norm[g],
-            (np.sqrt((whole**2).sum()), shown, held[g], np.float64(own[g])),
-            _reads_off(noise[g], reach_q[g], softcap),
+            (found.size[g], found.shown[g], found.held[g], np.float64(own[g])),
+            _reads_off(noise[g], found.reach[g], softcap),
             unit,
             options[2],
-            tolerance,
+            limit[g],
             marks,
         ):
             climbed = NEEDED
@@ -576,11 +616,12 @@ def certify_group(
     wrong = _rescore(scaled, k, seen, low, softcap, marks, delta, scores, exact)
 
     final = np.empty(group)  # of the denominators' logarithms, sinks included
+    acc, held = np.empty((group, q.shape[1])), np.empty(group)
     for g in range(group):
-        lse[g] = np.logaddexp(np.float64(_log_sum(exact[g])), np.float64(_log_sum(rest[g])))
+        lse[g] = np.logaddexp(np.float64(_log_sum(exact[g])), np.float64(found.last[g]))
         final[g] = np.logaddexp(lse[g], sinks[g]) if sinks.shape[0] > 0 else lse[g]
         here = np.exp(norm[g] - final[g]) if norm[g] > -np.inf else 0.0
-        acc[g], held[g] = acc[g] * here, held[g] * here
+        acc[g], held[g] = found.acc[g] * here, found.held[g] * here
         for j in range(blocks):
             if marks[j] == 0:
                 acc[g] += parts[j, g] * here
@@ -592,32 +633,56 @@ def certify_group(
         tail, worst, reach = _tail(
             logs[g], squares[g], delta[g], noise[g], moved[g], summary, marks, base
         )
-        mass = np.exp(np.float64(_log_sum(rest[g])) - base)
+        mass = np.exp(np.float64(found.last[g]) - base)
         for j in range(blocks):
             if marks[j] > 0:
                 m = np.exp(np.float64(exact[g, j]) - base)
                 mass += m
                 worst += m * eta[j] if marks[j] == 1 else 0.0
-        within = _bounds(
+        finite = _bounds(
             tail,
             worst,
             mass,
             held[g],
             np.sqrt((out[g].astype(np.float64) ** 2).sum()),
-            widest,
-            reach_q[g],
+            found.widest[0],
+            found.reach[g],
             delta[g],
             noise[g],
             softcap,
             unit,
-            tolerance if sees else np.inf,
             bounds[g],
+            ends[g],
         )
         agree, safe = ranks_agree(logs[g], exact[g], marks, reach, depth)
         rung[g] = climbed | (0 if agree else RANKING) | (0 if safe else BOUNDARY)
-        rung[g] |= 0 if within or blocks == 0 else BOUND
+        rung[g] |= 0 if finite or blocks == 0 else BOUND
         rung[g] |= CAPACITY if counts[0] > capacity else 0
+        if blocks == 0 or not sees:
+            ends[g] = 0.0  # nothing is quantized, or nothing is there
     return wrong
+
+
+@njit()
+def layer_holds(ends, rung, tolerance, layer):
+    """Mark the heads of a row that must be recomputed for its layer's sake: in the order of their
+    bounds, those from which on the root of the sum of the squares is above `tolerance` times the
+    norm that the exact heads have at least. `ends` [H, 2] are both of each head. Writes what came
+    of it into `layer`: the root for the heads that are returned as they are, and the norm."""
+    whole = np.sqrt((ends[:, 1] ** 2).sum())
+    limit = tolerance * whole if tolerance < np.inf else np.inf
+    kept = 0.0
+    for h in range(len(rung)):
+        if rung[h] & (RANKING | BOUNDARY | BOUND | CAPACITY) > 0:
+            rung[h] |= HEAD
+    for h in np.argsort(ends[:, 0], kind="mergesort"):
+        if rung[h] & HEAD == 0:
+            spent = kept + ends[h, 0] ** 2
+            if np.sqrt(spent) * CARE <= limit:
+                kept = spent
+            else:
+                rung[h] |= BOUND | HEAD
+    layer[0], layer[1] = np.sqrt(kept) * CARE, whole
 
 
 @njit()
@@ -684,6 +749,53 @@ def exact_group(q, k, v, mask, low, length, scale, softcap, sinks, unit, out, ls
             bounds[g, 2] = rounding(widest, noise[g] + sums, size, unit)
 
 
+@njit()
+def _passes(items, blocks, group, block, width):
+    """Room for the `Pass` of so many (row, KV head)s, in one more dimension: its fields, as numba
+    takes no named tuple into a parallel loop."""
+    per_block, of_heads = (items, group, blocks), (items, group)
+    return (
+        np.empty((items, blocks, group, block), np.float32),
+        np.empty((items, blocks, group, width)),
+        np.empty(per_block, np.float32),
+        np.empty(per_block, np.float32),
+        np.empty(per_block),
+        np.empty(per_block),
+        np.empty((items, group, width)),
+        np.empty(of_heads),
+        np.empty(of_heads, np.float32),
+        np.empty(of_heads, np.float32),
+        np.empty(of_heads),
+        np.empty((items, 1)),
+        np.empty(of_heads, np.float32),
+        np.empty(of_heads),
+    )
+
+
+@njit()
+def _pass_of(every, size, item, blocks):
+    """The `Pass` of one (row, KV head) of so many blocks."""
+    scores, parts, logs, squares, delta, noise = every[:6]
+    acc, held, last, own, reach, widest, norm, shown = every[6:]
+    return Pass(
+        scores[item, :blocks],
+        parts[item, :blocks],
+        logs[item, :, :blocks],
+        squares[item, :, :blocks],
+        delta[item, :, :blocks],
+        noise[item, :, :blocks],
+        acc[item],
+        held[item],
+        last[item],
+        own[item],
+        reach[item],
+        widest[item],
+        norm[item],
+        shown[item],
+        size[item],
+    )
+
+
 @njit(parallel=True)
 def reference(
     q,
@@ -707,15 +819,20 @@ def reference(
     lse,
     bounds,
     rungs,
+    layer,
     counts,
     marks,
 ):
-    """Certify every (row, KV head), then recompute what failed; both in parallel."""
-    batch, heads, _ = q.shape
+    """Attend to the quantized blocks of every (row, KV head), certify them, and recompute what
+    failed; each in parallel."""
+    batch, heads, width = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     wrong = np.zeros(batch * kv_heads, np.int32)
     codes, meta, v_codes, v_meta, summary = tier
+    every = _passes(batch * kv_heads, marks.shape[2], group, codes.shape[3], width)
+    size, ends = np.empty((batch * kv_heads, group)), np.empty((batch, heads, 2))
+    limit = np.empty((batch, heads))
     k_bits, v_words, check = raw
     for index in prange(batch * kv_heads):
         # Of one type: in parallel it is another, and all that it is given to compiles twice.
@@ -738,13 +855,37 @@ def reference(
             for i in range(2):
                 if (words[i] - check[b, h, j, i]) & 0xFFFFFFFF != 0:
                     wrong[item] |= CHECK
-        if certify_group(
+        attend_group(
             q[b, own],
             k[b, h],
             v[b, h],
             shown,
             codes[b, h, :n],
             meta[b, h, :n],
+            v_codes[b, h, :n],
+            v_meta[b, h, :n],
+            start[b],
+            lengths[b],
+            scale,
+            softcap,
+            _pass_of(every, size, item, n),
+        )
+    for b in range(batch):
+        norms = size[b * kv_heads : b * kv_heads + kv_heads].ravel()
+        limits(norms, tolerance, group, limit[b])
+    for index in prange(batch * kv_heads):
+        item = np.int64(index)
+        b, h = item // kv_heads, item % kv_heads
+        own = slice(h * group, h * group + group)
+        shown = np.ones(k.shape[2], np.bool_)
+        if mask.shape[1] > 0:
+            shown = mask[b, : k.shape[2]]
+        n = blocks[b]
+        if certify_group(
+            q[b, own],
+            k[b, h],
+            v[b, h],
+            shown,
             v_codes[b, h, :n],
             v_meta[b, h, :n],
             summary[b, h, :n],
@@ -756,29 +897,32 @@ def reference(
             sinks[own],
             depth,
             capacity,
-            tolerance,
             unit,
             options,
+            _pass_of(every, size, item, n),
+            limit[b, own],
             out[b, own],
             lse[b, own],
             bounds[b, own],
+            ends[b, own],
             rungs[b, own],
             counts[b, h],
             marks[b, h, :n],
         ):
             wrong[item] |= SCORE
+    for b in range(batch):
+        layer_holds(ends[b], rungs[b], tolerance, layer[b])
+        row = 0
+        for i in range(b * kv_heads, b * kv_heads + kv_heads):
+            row |= wrong[i]
+        if row > 0:  # a tier that is not to be trusted says nothing of norms either
+            for i in range(heads):
+                rungs[b, i] |= row | ROW
+            layer[b] = 0.0
     for index in prange(batch * kv_heads):
         item = np.int64(index)
         b, h = item // kv_heads, item % kv_heads
         own = slice(h * group, h * group + group)
-        row = 0
-        for i in range(b * kv_heads, b * kv_heads + kv_heads):
-            row |= wrong[i]
-        for i in range(h * group, h * group + group):
-            if rungs[b, i] & (RANKING | BOUNDARY | BOUND | CAPACITY) > 0:
-                rungs[b, i] |= HEAD
-            if row > 0:
-                rungs[b, i] |= row | ROW
         exact_group(
             q[b, own],
             k[b, h],

@@ -23,6 +23,7 @@ OPTIONS = {
     "explore": 0.02,
 }
 LOOSE = {"coverage": 0.0, "k_min": 0, "v_tol": 1e30, "ranking": 0, "explore": 0.0}
+EVERY = LOOSE | {"coverage": 1.0, "k_max": 128, "v_tol": 0.0}
 
 
 def tier_faults(block: int, value_zero: int) -> dict[str, Callable[[QuantizedKV], Any]]:
@@ -124,8 +125,30 @@ def hold(found, case: Case) -> torch.Tensor:
     return error / bound
 
 
+def keep_promise(found, case: Case, tolerance: float) -> None:
+    """The heads of a row that were not recomputed are together within the tolerance of exact
+    attention, by their bounds and in truth; what the row says of both is true."""
+    kept = ~(rungs(found, "head") | rungs(found, "row"))
+    bound = torch.where(kept, found.bounds[..., :3].double().sum(-1), 0.0).norm(dim=-1)
+    error = torch.where(kept, errors(found, case), 0.0).norm(dim=-1)
+    norm = case.oracle()[0].flatten(1).norm(dim=-1)
+    spent, least = found.layer.double().unbind(-1)
+    assert (least <= norm * (1 + 1e-6)).all() and (spent <= tolerance * least * (1 + 1e-6)).all()
+    counts = spent > 0  # else nothing is quantized, or all is recomputed, or all values are zero
+    assert (error[counts] <= tolerance * norm[counts]).all()
+    assert (bound <= spent * (1 + 1e-6))[counts].all() and (error <= bound).all()
+
+
 def rungs(found, name):
     return (found.rungs & op.RUNGS[name]) > 0
+
+
+def rounding(device_path, case):
+    """E_round of every head `[B,Hq]` with all blocks read, as a share of its output's norm: no
+    smaller tolerance can be met."""
+    found = attend(device_path, case, **EVERY)
+    assert (found.bounds[..., :2] == 0).all()
+    return found.bounds[..., 2] / found.out[:, :, 0].float().norm(dim=-1)
 
 
 def exact(found, case):

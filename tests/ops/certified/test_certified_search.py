@@ -176,12 +176,15 @@ def test_both_searches_choose_alike(device_path, options, monkeypatch):
     tiles = step(device_path)
     assert all(torch.equal(a, b) for a, b in zip(held, tiles, strict=True))
     assert torch.equal(held[3], want[3])  # rungs
+    # The kernels foresee more rounding than the reference, and may need a block more for it.
+    room = case.block if "tolerance" in options else 0
     for name in ("key_tokens", "value_tokens"):
         at = op.TELEMETRY.index(name)
-        assert torch.equal(held[4][..., at], want[4][..., at]), name
+        off = (held[-1][..., at] - want[-1][..., at]).abs()
+        assert (off <= room).all(), name
     tail = 600 % case.block  # tokens that are read exactly in any case
-    assert (held[4][:, :, 0, op.TELEMETRY.index("key_tokens")] > tail).all()
-    whole = held[4][:, :, 0, op.TELEMETRY.index("value_tokens")]
+    assert (held[-1][:, :, 0, op.TELEMETRY.index("key_tokens")] > tail).all()
+    whole = held[-1][:, :, 0, op.TELEMETRY.index("value_tokens")]
     assert (whole > tail).all() == ("tolerance" in options)
     if "tolerance" in options:
         assert (held[3] & op.RUNGS["needed"]).any()

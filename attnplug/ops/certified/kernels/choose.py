@@ -45,7 +45,7 @@ def choose_blocks(
     splits,
     merged,
     left_sums,
-    head_lse,
+    head_sums,
     needs,
     promotion,
     scratch,
@@ -120,9 +120,9 @@ def choose_blocks(
         clock = tl.load(clock_at, mask=mine, other=0, cache_modifier=".cg")
         now = tl.max(clock, 0).to(tl.int32) + 1
     if SEARCH.NEEDS:
-        norm_at = head_lse + row_g * R.HEAD_FIELDS + R.HEAD_LSE
+        norm_at = head_sums + row_g * R.HEAD_FIELDS + R.HEAD_LSE
         norm = tl.load(norm_at, mask=in_heads, other=float("-inf"))
-        rest_at = head_lse + row_g * R.HEAD_FIELDS + R.HEAD_REST_LSE
+        rest_at = head_sums + row_g * R.HEAD_FIELDS + R.HEAD_REST_LSE
         rest = tl.load(rest_at, mask=in_heads, other=float("-inf"))
     else:
         norm, rest = head_norms(splits.lse, row_g, in_heads, pieces, PROGRAMS.SPLITS)
@@ -130,8 +130,8 @@ def choose_blocks(
     shown = tl.where(empty, 0.0, norm)
     rest_mass = tl.where(empty, 1.0, tl.exp2(rest - shown))
     if (chunk == 0) and not SEARCH.NEEDS:
-        tl.store(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_LSE, norm, mask=in_heads)
-        tl.store(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_REST_LSE, rest, mask=in_heads)
+        tl.store(head_sums + row_g * R.HEAD_FIELDS + R.HEAD_LSE, norm, mask=in_heads)
+        tl.store(head_sums + row_g * R.HEAD_FIELDS + R.HEAD_REST_LSE, rest, mask=in_heads)
     key_threshold, value_threshold, block_scores, order = choose(
         head_at=scores.logs + group * GROUP * N,
         N=N,
@@ -233,7 +233,7 @@ def choose_blocks(
     if SEARCH.NEEDS:
         need_at = needs + row_g[None, :] * N + j[:, None]
         need = tl.load(need_at, mask=mask, other=float("-inf"))
-        least = tl.load(head_lse + row_g * R.HEAD_FIELDS + R.HEAD_NEED, mask=in_heads, other=0.0)
+        least = tl.load(head_sums + row_g * R.HEAD_FIELDS + R.HEAD_NEED, mask=in_heads, other=0.0)
         wanted = (need >= least[None, :]) & mask
         needed = there & (tl.max(wanted.to(tl.int32), 1) > 0)
         climbed = tl.max(needed.to(tl.int32), 0)

@@ -1,6 +1,7 @@
 """The Triton kernels of `certified_attention` that read nothing but originals: what is not
 quantized, and what is recomputed. To the base 2."""
 
+from attnplug.ops.certified.kernels.replace import decided
 from attnplug.ops.certified.kernels.tier import quantized_blocks
 from attnplug.ops.certified.kernels.tiles import arrived, capped, load_query, split_dot
 from attnplug.ops.certified.records import R
@@ -181,21 +182,23 @@ def recompute(
     cache,
     rows,
     rungs,
-    telemetry,
+    raised,
+    head_ends,
     pieces,
     exact_norms,
     scale,
     cap,
+    tolerance,
     count,
-    telemetry_rows,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
+    HEADS: tl.constexpr,
     MATH: tl.constexpr,
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Exact attention, in `count` pieces, of a KV head some of whose heads must be recomputed; else
-    nothing."""
+    """Exact attention, in `count` pieces, of a KV head some of whose heads must be recomputed. All
+    programs of a KV head decide that for themselves, and alike; the first writes it down."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -209,7 +212,10 @@ def recompute(
     in_group = r < GROUP
     head = h * GROUP + r
     row = (b * tl.num_programs(1) * GROUP + head).to(tl.int64)
-    if tl.max(tl.load(rungs + row, mask=in_group, other=0) & (R.HEAD | R.ROW), 0) == 0:
+    heads = tl.num_programs(1) * GROUP
+    rung = decided(raised, head_ends, b * heads, heads, head, in_group, tolerance, HEADS)
+    tl.store(rungs + row, rung, mask=in_group & (split == 0))
+    if tl.max(tl.where(in_group, rung & (R.HEAD | R.ROW), 0), 0) == 0:
         return
     length, low = row_span(rows, b, STEPS)
     COLUMNS: tl.constexpr = SHAPE.HALF * 16
@@ -250,11 +256,3 @@ def recompute(
     mask = in_group[:, None] & (c < COLUMNS)[None, :]
     tl.store(out_at, acc_low / divisor[:, None], mask=mask)
     tl.store(out_at + COLUMNS, acc_high / divisor[:, None], mask=mask & (c + COLUMNS < D)[None, :])
-    if telemetry is not None:
-        if split == 0:
-            group = b * tl.num_programs(1) + h
-            group_at = telemetry + group * telemetry_rows * R.TELEMETRY_FIELDS
-            at = group_at + R.T_KEY_TOKENS + tl.arange(0, 2)  # and the value tokens beside them
-            counted = tl.load(at)
-            tl.debug_barrier()  # every warp loads and stores the same words
-            tl.store(at, counted + (length - low))

@@ -1,5 +1,5 @@
-"""The Triton kernels of `certified_attention` that merge the pieces of a head, bound its error, say
-whether it must be recomputed, and merge it again if it was. To the base 2."""
+"""The Triton kernel of `certified_attention` that merges the pieces of a head and bounds its error.
+To the base 2."""
 
 from attnplug.ops.certified.kernels.rounding import (
     left_behind,
@@ -54,33 +54,24 @@ def _ranks_agree(rough, rough_block, exact, exact_block, some, count, reach, DEP
 
 
 @triton.jit
-def _rounding(widest, noise, sums, size, unit):
-    """E_round, as `reference.rounding`: sums of values up to `widest` that lose the share `sums`,
-    with exact scores off by `noise`, stored as an output of norm `size` in a dtype of unit roundoff
-    `unit`."""
-    return (widest * (sums + R.SCORE_CARE * noise) + unit * size) * R.CARE + R.ROUND_FLOOR
-
-
-@triton.jit
 def finish(
     found,
-    telemetry,
     sinks,
     progress,
     rows,
     merged,
     rest_norms,
     left_sums,
-    head_lse,
+    head_sums,
     promotion,
-    tolerance,
+    head_ends,
+    raised,
     cap,
     unit_p,
     unit,
     capacity,
     splits,
     kv_heads,
-    telemetry_rows,
     SHAPE: tl.constexpr,
     CHUNKS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -90,10 +81,10 @@ def finish(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add what promotion changes to one head's sum, bound its error, and say whether it must be
-    recomputed. The programs that summed up and the programs that read must have selected the same
-    blocks; else the row is recomputed. All loads come first, also of pieces that no program wrote:
-    a mask would wait for another load."""
+    """Add what promotion changes to one head's sum, bound its error, and say into `raised` whether
+    it must be recomputed for its own or its row's sake. The programs that summed up and the
+    programs that read must have selected the same blocks; else the row is recomputed. All loads
+    come first, also of pieces that no program wrote: a mask would wait for another load."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -109,7 +100,6 @@ def finish(
     i = tl.arange(0, CHUNKS)
     at = promotion.counts + group * (R.COUNT_FIELDS * CHUNKS) + i
     promoted_i = tl.load(at + R.COUNT_KEYS * CHUNKS)
-    whole_i = tl.load(at + R.COUNT_VALUES * CHUNKS)
     worthy_i = tl.load(at + R.COUNT_WORTHY * CHUNKS)
     climbed_i = tl.load(at + R.COUNT_NEEDED * CHUNKS)
     at = left_sums + row * (R.LEFT_FIELDS * CHUNKS) + i
@@ -138,8 +128,8 @@ def finish(
     rest_norm = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_NORM)
     rest_widest = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_WIDEST)
     rest_reach = tl.load(rest_norms + row * R.REST_FIELDS + R.REST_REACH)
-    norm = tl.load(head_lse + row * R.HEAD_FIELDS + R.HEAD_LSE)
-    rest = tl.load(head_lse + row * R.HEAD_FIELDS + R.HEAD_REST_LSE)
+    norm = tl.load(head_sums + row * R.HEAD_FIELDS + R.HEAD_LSE)
+    rest = tl.load(head_sums + row * R.HEAD_FIELDS + R.HEAD_REST_LSE)
     d = tl.arange(0, SHAPE.DP)
     acc = tl.load(merged + row * D + d, mask=d < D, other=0.0)
     h = tl.arange(0, KV)
@@ -165,7 +155,7 @@ def finish(
     value, tops = tl.where(some, value, 0.0), tl.where(some, tops, float("-inf"))
     part = tl.where(some[:, None], part, 0.0)
     before = tl.where(some, before, 0.0)
-    whole, worthy = tl.sum(whole_i, 0), tl.sum(worthy_i, 0)
+    worthy = tl.sum(worthy_i, 0)
     change, under, plain = tl.sum(change, 0), tl.sum(under, 0), tl.sum(plain, 0)
     moved, climbed = tl.sum(moved, 0), tl.max(climbed_i, 0) * R.NEEDED
     left, error = tl.sum(left, 0), tl.sum(error, 0)
@@ -235,133 +225,27 @@ def finish(
     paper = 2 * widest * growth * (left * ratio) * (growth - 1) * R.CARE
     paper = tl.where(left * ratio == 0, 0.0, paper)
 
-    fits = key + value + around < float("inf")
-    # Of the norm of what is returned, which is rounded. Where it is a mean of nothing it is exact.
-    limit = tolerance * (size * (1 - 2 * unit) / R.CARE)
-    free = (tolerance == float("inf")) | (seen == 0) | (wide <= R.VANISHED)
-    limit = tl.where(free, float("inf"), limit)
-    fits = fits & (key + value + around <= limit)
+    full = key + value + around
+    finite = full < float("inf")
     rung = climbed | tl.where(worthy > 0, R.VALUES, 0)
     rung |= tl.where(agree, 0, R.RANKING) | tl.where(safe, 0, R.BOUNDARY)
-    rung |= tl.where(fits | (blocks == 0), 0, R.BOUND) | tl.where(
+    rung |= tl.where(finite | (blocks == 0), 0, R.BOUND) | tl.where(
         promoted > capacity, R.CAPACITY, 0
     )
     rung |= tl.where(rung >= R.RANKING, R.HEAD, 0)
     wrong = tl.max(score_wrong, 0) * R.SCORE + tl.max(check_wrong, 0) * R.CHECK
     rung |= wrong | tl.where(wrong > 0, R.ROW, 0)
-    again = (rung & (R.HEAD | R.ROW)) > 0
-    tl.store(found.rungs + row, rung)
+    tl.store(raised + row, rung)
+    # Of what is returned, which is rounded. A mean of zeros is exact, and has no norm.
+    counts = finite & (blocks > 0) & ~(seen == 0) & (wide > R.VANISHED)
+    at = head_ends + row * R.END_FIELDS
+    tl.store(at + R.END_BOUND, tl.where(counts, full, 0.0))
+    least = tl.maximum(size * (1 - 2 * unit) / R.CARE - full, 0.0)
+    tl.store(at + R.END_NORM, tl.where(counts, least, 0.0))
     at = found.bounds + row * R.BOUND_FIELDS
-    tl.store(at + R.BOUND_KEY, tl.where(again, 0.0, key))
-    tl.store(at + R.BOUND_VALUE, tl.where(again, 0.0, value))
+    tl.store(at + R.BOUND_KEY, key)
+    tl.store(at + R.BOUND_VALUE, value)
     tl.store(at + R.BOUND_ROUND, around)
     tl.store(at + R.BOUND_KEY_BEFORE, key)
     tl.store(at + R.BOUND_VALUE_BEFORE, value)
     tl.store(at + R.BOUND_PAPER, paper)
-    if telemetry is not None:
-        saved = ~again & ~(paper + value + around <= limit)
-        _record(
-            at=telemetry + (group * telemetry_rows + head % GROUP) * R.TELEMETRY_FIELDS,
-            rung=rung,
-            again=again,
-            key=tl.where(again, 0.0, key),
-            value=tl.where(again, 0.0, value),
-            around=tl.where(again, 0.0, around),
-            saved=saved,
-            key_tokens=tl.where(
-                head % GROUP == 0, promoted * BLOCK + length - low - blocks * BLOCK, 0
-            ),
-            value_tokens=tl.where(
-                head % GROUP == 0, whole * BLOCK + length - low - blocks * BLOCK, 0
-            ),
-        )
-
-
-@triton.jit
-def _record(at, rung, again, key, value, around, saved, key_tokens, value_tokens):
-    """Add one step to a head's telemetry (`TELEMETRY`)."""
-    f = tl.arange(0, R.TELEMETRY_FIELDS)
-    bit = tl.where(f == R.T_NEEDED, R.NEEDED, 0) + tl.where(f == R.T_VALUES, R.VALUES, 0)
-    bit += tl.where(f == R.T_HEAD, R.HEAD, 0)
-    more = tl.where(f == R.T_ROW, R.ROW, 0) + tl.where(f == R.T_RANKING, R.RANKING, 0)
-    bit += more + tl.where(f == R.T_BOUNDARY, R.BOUNDARY, 0)
-    bit += tl.where(f == R.T_BOUND, R.BOUND, 0)
-    step = tl.where((f == R.T_STEPS) | ((bit & rung) > 0), 1.0, 0.0).to(tl.float64)
-    step += tl.where(f == R.T_KEY_SUM, key, 0.0) + tl.where(f == R.T_VALUE_SUM, value, 0.0)
-    step += tl.where((f == R.T_SAVED) & saved, 1.0, 0.0)
-    tokens = tl.where(f == R.T_KEY_TOKENS, key_tokens, 0)
-    step += tokens + tl.where(f == R.T_VALUE_TOKENS, value_tokens, 0)
-    peak = tl.where(f == R.T_KEY_MAX, key, 0.0) + tl.where(f == R.T_VALUE_MAX, value, 0.0)
-    peak += tl.where(f == R.T_ROUND_MAX, around, 0.0)
-    is_peak = (f == R.T_KEY_MAX) | (f == R.T_VALUE_MAX) | (f == R.T_ROUND_MAX)
-    old = tl.load(at + f)
-    tl.debug_barrier()  # every warp loads and stores the same words
-    new = tl.where(is_peak, tl.maximum(old, peak.to(tl.float64)), old + step)
-    tl.store(at + f, new)
-
-
-@triton.jit
-def replace(
-    found,
-    sinks,
-    rows,
-    pieces,
-    exact_norms,
-    unit_p,
-    unit,
-    count,
-    SHAPE: tl.constexpr,
-    COUNT: tl.constexpr,
-    STEPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Merge the `count` exact pieces of a head that was recomputed; else nothing."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    D: tl.constexpr = SHAPE.D
-    DP: tl.constexpr = SHAPE.DP
-    head = tl.program_id(0)
-    b = tl.program_id(1).to(tl.int64)
-    row = b * tl.num_programs(0) + head
-    if tl.load(found.rungs + row) & (R.HEAD | R.ROW) == 0:
-        return
-    length, low = row_span(rows, b, STEPS)
-    p = tl.arange(0, COUNT)
-    there = p < count
-    part_lse = tl.load(pieces.lse + row * count + p, mask=there, other=float("-inf"))
-    has_nan = tl.sum((part_lse != part_lse).to(tl.int32), 0) > 0
-    empty = part_lse == float("-inf")
-    top = tl.max(part_lse, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(part_lse - shift)
-    seen = tl.sum(weight, 0)
-    seen = tl.where(has_nan, float("nan"), seen)
-    total = seen
-    if sinks is not None:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * R.LOG2E - shift)
-    d = tl.arange(0, SHAPE.DP)
-    acc = tl.zeros([DP], tl.float32)
-    i = tl.arange(0, 32)
-    for first in range(0, count, 32):
-        inside = first + i < count
-        lse_at = pieces.lse + row * count + first + i
-        one_lse = tl.load(lse_at, mask=inside, other=float("-inf"))
-        part_at = pieces.out + (row * count + first + i)[:, None] * D + d[None, :]
-        inside = inside & ~(one_lse == float("-inf"))
-        part = tl.load(part_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-        acc += tl.sum(part * tl.exp2(one_lse - shift)[:, None], 0)
-    acc = acc / tl.where(total == 0, 1.0, total)
-    acc = tl.where(seen == 0, 0.0, acc)
-    tl.store(found.out + row * D + d, acc.to(found.out.dtype.element_ty), mask=d < D)
-    result = tl.where(seen == 0, float("-inf"), shift + tl.log2(tl.where(seen == 0, 1.0, seen)))
-    tl.store(found.lse + row, result * R.LN2)
-    at = exact_norms + (row * count + p) * R.EXACT_FIELDS
-    widest = tl.max(tl.load(at + R.EXACT_WIDEST, mask=there, other=0.0), 0)
-    noise = tl.max(tl.load(at + R.EXACT_REACH, mask=there & ~empty, other=0.0), 0)
-    noise = noise * ((D + R.DOT_EXTRA) * R.DOT_SLACK * R.LN2)
-    chain = (length - low) // R.CHAIN_TOKENS + R.CHAIN_EXTRA + count
-    sums = 2 * unit_p + chain * R.CHAIN_SLACK
-    size = tl.sqrt(tl.sum(acc * acc, 0))
-    around = _rounding(widest, noise, sums, size, unit)
-    tl.store(found.bounds + row * R.BOUND_FIELDS + R.BOUND_ROUND, around)

@@ -1,9 +1,11 @@
-"""The Triton kernel of `certified_attention` that says what each head needs: how much its bound,
-E_round included, gains by reading each block exactly, and from which gain on blocks must be read
-for the bound to meet the tolerance. To the base 2.
+"""The Triton kernels of `certified_attention` that merge what the pass has left of each head, and
+say what each needs: how much its bound, E_round included, gains by reading each block exactly, and
+from which gain on blocks must be read for the layer to meet the tolerance. To the base 2.
 
 A program has one head, so that a block's share and the search for the threshold are one vector in
-registers. `choose_blocks` promotes what any head of the group needs.
+registers. What a head may add to the layer's error depends on the outputs of all heads of the row,
+which is why they are merged by a kernel of their own. `choose_blocks` promotes what any head of the
+group needs.
 """
 
 from attnplug.ops.certified.kernels.rounding import (
@@ -71,14 +73,49 @@ def _shares(seen, there, norm, output, factor, rates):
 
 
 @triton.jit
+def merge_heads(
+    splits,
+    merged,
+    head_sums,
+    pieces,
+    SHAPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the `pieces` of the first pass of one head into `merged` and `head_sums`."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # not before: what is next reads of the pass without a wait
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    norm = head_norm(splits.lse, row, pieces, SPLITS)
+    out, shown = merge_head(merged, splits, row, pieces, norm, SHAPE.D, SHAPE.DP)
+    at = head_sums + row * R.HEAD_FIELDS
+    tl.store(at + R.HEAD_LSE, norm)
+    tl.store(at + R.HEAD_REST_LSE, tl.load(splits.lse + row * pieces))
+    tl.store(at + R.HEAD_SIZE, tl.sqrt(tl.sum(out * out, 0)))
+    tl.store(at + R.HEAD_SHOWN, shown)
+
+
+@triton.jit
+def _limit(head_sums, first, heads, size, tolerance, HEADS: tl.constexpr, GROUP: tl.constexpr):
+    """`reference.limits` of a head whose output's norm is `size`, of a row whose heads begin at
+    `first`."""
+    h = tl.arange(0, HEADS)
+    at = head_sums + (first + h) * R.HEAD_FIELDS + R.HEAD_SIZE
+    sizes = tl.load(at, mask=h < heads, other=0.0)
+    whole = tl.sum(tl.where(sizes < float("inf"), sizes * sizes, 0.0), 0)
+    part = R.OWN_PART * size * size + (1 - R.OWN_PART) * whole / heads
+    SHARE: tl.constexpr = R.SHARED_NEED if GROUP >= R.SHARING else R.NEED_SHARE
+    return SHARE * tolerance / (1 + tolerance) * tl.sqrt(part)
+
+
+@triton.jit
 def weigh_heads(
     q,
     tier,
     rows,
     scores,
-    splits,
-    merged,
-    head_lse,
+    head_sums,
     needs,
     rest_norms,
     scale,
@@ -91,20 +128,18 @@ def weigh_heads(
     pieces,
     kv_heads,
     SHAPE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
     TILE: tl.constexpr,
     HELD: tl.constexpr,
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the `pieces` of the first pass of one head into `merged` and `head_lse`. Then leave in
-    `needs` the log of what the bound gains by reading each block, as a share of the tolerance. And
-    in `head_lse` the threshold: with the blocks from it on read, the bound is within the tolerance.
-    It is infinity where no blocks are enough, as such a head is recomputed whatever is read. Where
-    TILE has room for all N blocks, they are loaded before anything is waited for."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Leave in `needs` the log of what one head's bound gains by reading each block, as a share of
+    what it may be. And in `head_sums` the threshold: with the blocks from it on read, the bound is
+    no more than that. It is infinity where no blocks are enough, as such a head is likely to be
+    recomputed, whatever is read. Where TILE has room for all N blocks, they are loaded before
+    anything is waited for. `merge_heads` runs beside all that does not need what it leaves: it lets
+    this kernel start when the pass has ended."""
     head = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     row = b * tl.num_programs(0) + head
@@ -133,15 +168,16 @@ def weigh_heads(
     # Of the pass. What vanishes of promoted blocks is little, and NEED_SHARE has room for it.
     vanishing = lost_by_vanishing(longest, unit_p, SHAPE.BLOCK) * wide
 
-    norm = head_norm(splits.lse, row, pieces, SPLITS)
-    out, shown = merge_head(merged, splits, row, pieces, norm, SHAPE.D, SHAPE.DP)
-    size = tl.sqrt(tl.sum(out * out, 0))
-    rest = tl.load(splits.lse + row * pieces)
-    head_at = head_lse + row * R.HEAD_FIELDS
-    tl.store(head_at + R.HEAD_LSE, norm)
-    tl.store(head_at + R.HEAD_REST_LSE, rest)
-
-    limit = tolerance * size * R.NEED_SHARE
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    head_at = head_sums + row * R.HEAD_FIELDS
+    norm = tl.load(head_at + R.HEAD_LSE)
+    rest = tl.load(head_at + R.HEAD_REST_LSE)
+    size = tl.load(head_at + R.HEAD_SIZE)
+    shown = tl.load(head_at + R.HEAD_SHOWN)
+    heads = tl.num_programs(0)
+    limit = _limit(head_sums, b * heads, heads, size, tolerance, HEADS, SHAPE.GROUP)
     factor = 1 / tl.maximum(limit, 1e-30)
     output = (size, shown, moved)
     rates = (sums, left_behind(noise, cap, SHAPE.D) + off, off)
@@ -182,5 +218,6 @@ def weigh_heads(
             HELD=HELD,
             COVERS=True,
         )
-    hopeful = (norm > float("-inf")) & (limit > 0) & (limit < float("inf")) & (left - gains <= 1)
+    hopeful = (norm > float("-inf")) & (size < float("inf")) & (left - gains <= 1)
+    hopeful = hopeful & (limit > 0) & (limit < float("inf"))
     tl.store(head_at + R.HEAD_NEED, tl.where(hopeful, x, float("inf")))
