@@ -32,6 +32,7 @@ def test_help_names_the_commands_that_work():
         "eval",
         "bench",
         "tune",
+        "calibrate",
         "serve",
         "new-policy",
         "doctor",

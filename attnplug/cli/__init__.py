@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from attnplug import __version__
 from attnplug.cli.engines import sglang, vllm
-from attnplug.cli.measure import bench, demo, doctor, eval, plan, report, tune
+from attnplug.cli.measure import bench, calibrate, demo, doctor, eval, plan, report, tune
 from attnplug.cli.new_policy import new_policy
 from attnplug.cli.output import clear_errors, console, escape_letters
 from attnplug.cli.run import run
@@ -21,7 +21,7 @@ from attnplug.cli.trace import trace
 __all__ = ["app"]
 
 app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
-for command in (demo, report, plan, eval, bench, tune, serve, new_policy, doctor):
+for command in (demo, report, plan, eval, bench, tune, calibrate, serve, new_policy, doctor):
     app.command()(command)
 # What follows -- is another program's: none of it is ours to read.
 app.command(context_settings={"allow_extra_args": True})(run)

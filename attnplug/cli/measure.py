@@ -1,4 +1,5 @@
-"""The commands that measure, count or tell: demo, report, plan, eval, bench and doctor."""
+"""The commands that measure, count or tell: demo, report, plan, eval, bench, tune, calibrate and
+doctor."""
 
 import dataclasses
 from pathlib import Path
@@ -208,6 +209,25 @@ def tune(
         found = module.run(heads, device, method or [], console(stderr=as_json))
         if as_json:
             print_json(found)
+
+
+def calibrate(model: Model, device: Device = None, as_json: Json = False) -> None:
+    """Make the basis of a model's keys that sketch has once for all prompts, and keep it.
+
+    Reads eight kinds of text, 2,048 tokens each: seconds on a GPU, a minute or more on a CPU. The
+    file lies in attnplug's cache folder, under a fingerprint of the weights."""
+    with clear_errors():
+        from attnplug.calibration import command
+
+        made = command.calibrate(model, device)
+        if as_json:
+            print_json(made._asdict() | {"path": str(made.path)})
+        else:
+            console().print(
+                f"basis: {made.path} ({made.layers} layers, {made.heads} KV heads, of "
+                f"{made.tokens:,} tokens, in {made.seconds:.0f} s)",
+                soft_wrap=True,
+            )
 
 
 def plan(

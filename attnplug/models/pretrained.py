@@ -163,6 +163,23 @@ def text_config(model: str) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def checkpoint_folder(name: str) -> Path:
+    """The folder of a model's config and weights on this machine: of a name of `names()`, of a
+    variant, a folder, or a hub id that has been loaded. Raises WeightsUnavailableError where there
+    is none."""
+    from transformers.utils.hub import cached_file
+
+    source, _ = _source(name)
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        found = cached_file(str(source), "config.json", local_files_only=True)
+    except damaged() as error:
+        raise _no_model(name, error) from error
+    assert found is not None  # it raises where it finds none
+    return Path(found).parent
+
+
 def _source(name: str) -> tuple[str | Path, bool]:
     """What transformers is to load a model from, and whether it may look on this machine only."""
     base = _base(name)

@@ -19,9 +19,7 @@ from contract_gather import (
     served_rows,
     tiered_decode,
 )
-from contract_inputs import (
-    Inputs,
-)
+from contract_inputs import Inputs
 from contract_prompts import (
     block_maxima,
     block_sparse_attention,
@@ -42,6 +40,7 @@ from contract_tokens import (
     gather_tokens_attention,
     link,
     page_codes,
+    paged_link,
     quantize_kv,
     score_tokens,
     sketch_decode,
@@ -54,11 +53,16 @@ from attnplug import ops
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.ops.gather.gather_pieces import gather_pieces, merge_pieces
 from attnplug.ops.gather.gather_rows import gather_rows
+from attnplug.ops.sketch.attend_pages import attend_pages
 from attnplug.ops.sketch.attend_picks import attend_picks
+from attnplug.ops.sketch.encode_pages import encode_pages
 from attnplug.ops.sketch.merge_sketch import merge_sketch
 from attnplug.ops.sketch.pick_tokens import pick_tokens
+from attnplug.ops.sketch.prepare_pages import prepare_pages
 from attnplug.ops.sketch.prepare_query import prepare_query
+from attnplug.ops.sketch.scan_pages import scan_pages
 from attnplug.ops.sketch.scan_sketch import scan_sketch
+from attnplug.ops.sketch.sketch_pages import sketch_pages
 from attnplug.policies import _prefill_op
 
 
@@ -89,6 +93,10 @@ def own(
 
 def sketch(call: Callable[..., Any], name: str, *ungraded: str) -> Contract:
     return Contract(call, (f"sketch_{name}",), link(name), (f"sketch_{name}",), ungraded)
+
+
+def paged_sketch(call: Callable[..., Any], name: str, op: str, *ungraded: str) -> Contract:
+    return Contract(call, (op,), paged_link(name), (op, "pick_tokens"), ungraded)
 
 
 PARTS = ("select_blocks", "gather_attention")
@@ -124,6 +132,11 @@ CONTRACTS = (
     sketch(pick_tokens, "pick"),
     sketch(attend_picks, "attend", "projected", "cut", "norm"),
     sketch(merge_sketch, "merge"),
+    paged_sketch(encode_pages, "encode", "encode_pages", "encoder", "turns"),
+    paged_sketch(prepare_pages, "prepare", "sketch_prepare_pages", "scorer", "turns"),
+    paged_sketch(scan_pages, "scan", "sketch_scan_pages"),
+    paged_sketch(attend_pages, "attend", "sketch_attend_pages", "facts", "cut", "norm"),
+    paged_sketch(sketch_pages, "step", "sketch_pages", "scorer", "turns"),
     own(ops.sketch_decode, sketch_decode, "sketch_decode_uncounted", **STEP),
     own(
         ops.sketch_host_decode, sketch_host_decode, "sketch_host_decode_uncounted",

@@ -100,7 +100,7 @@ def fit_bases(fits: Sequence[Fit], *, size: int = 24, ridge: float = 0.1) -> lis
     keys = fits[0].keys
     unserved = why_not_width(keys.shape[3])
     require(not unserved, "fit_basis", unserved)
-    code = _Code.of(*coordinates("fit_basis", size, keys.shape[3]), keys.device)
+    code = Quantizer.of(*coordinates("fit_basis", size, keys.shape[3]), keys.device)
     # Without autocast, which would round the moments.
     with torch.autocast(keys.device.type, enabled=False):
         found = [_fitted(rows, code, ridge) for rows in _together(fits)]
@@ -125,14 +125,14 @@ def _together(fits: Sequence[Fit]) -> Iterator[list[Fit]]:
     yield group
 
 
-class _Code(NamedTuple):
+class Quantizer(NamedTuple):
     """The code of each coordinate."""
 
     most: torch.Tensor  # float64 [r], its largest code
     clip: torch.Tensor  # float64 [r], in standard deviations
 
     @classmethod
-    def of(cls, fine: int, coarse: int, device: torch.device) -> "_Code":
+    def of(cls, fine: int, coarse: int, device: torch.device) -> "Quantizer":
         # Made there: a copy from the host's pageable memory would wait for the device.
         is_fine = torch.arange(fine + coarse, device=device) < fine
 
@@ -142,7 +142,7 @@ class _Code(NamedTuple):
         return cls(either(15.0, 3.0), either(CLIPS[4], CLIPS[2]))
 
 
-def _fitted(fits: list[Fit], code: _Code, ridge: float) -> Basis:
+def _fitted(fits: list[Fit], code: Quantizer, ridge: float) -> Basis:
     """The basis of the rows of several caches, R rows in all."""
     k, v, counts = _sampled(fits)
     total = counts.sum(2, dtype=torch.float64).clamp(min=1)[..., None]  # [R, Hkv, 1]
@@ -151,7 +151,7 @@ def _fitted(fits: list[Fit], code: _Code, ridge: float) -> Basis:
         x.addcmul_(counts[..., None], mean.float()[:, :, None], value=-1)
     cov_k = _product(k, k) / total[..., None]
     cov_q = _query_moment(cov_k, torch.cat([fit.queries for fit in fits]))
-    a, b, deviation = _directions(cov_k, cov_q, len(code.most), ridge)
+    a, b, deviation = directions(cov_k, cov_q, len(code.most), ridge)
     level, step = -code.clip * deviation, 2 * code.clip * deviation / code.most
     encoder = a / step[..., None, :]
     # The codes, less the constant `level`, which the centred values take away.
@@ -217,20 +217,25 @@ def _product(a, b):
 
 
 def _query_moment(cov_k, queries):
-    """The second moment of queries `[B, Hq, N, D]`, each head's by how much its scores vary, or
-    the heads with long queries would decide alone; the identity where all are 0."""
+    """`weighed` of the second moments of queries `[B, Hq, N, D]`."""
     q = queries.float().nan_to_num(0.0, 0.0, 0.0).unflatten(1, (cov_k.shape[1], -1))
-    c_g = (q.transpose(3, 4) @ q).double() / q.shape[3]
-    variance = torch.einsum("bhgde,bhed->bhg", c_g, cov_k)
+    return weighed(cov_k, (q.transpose(3, 4) @ q).double() / q.shape[3])
+
+
+def weighed(cov_k: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+    """The second moments of a group's queries `[..., G, D, D]` as one `[..., D, D]`, each head's by
+    how much its scores vary with keys of covariance `cov_k`, or the heads with long queries would
+    decide alone; the identity where all are 0."""
+    variance = torch.einsum("...gde,...ed->...g", moments, cov_k)
     largest = variance.amax(-1, keepdim=True).clamp(min=1e-30)
-    c = (c_g / torch.maximum(variance, 1e-12 * largest)[..., None, None]).sum(2)
+    c = (moments / torch.maximum(variance, 1e-12 * largest)[..., None, None]).sum(-3)
     mean = c.diagonal(dim1=-2, dim2=-1).mean(-1)
     plain = (mean > 0) & mean.isfinite()
     eye = torch.eye(c.shape[-1], dtype=torch.float64, device=c.device)
     return torch.where(plain[..., None, None], c / mean.where(plain, 1.0)[..., None, None], eye)
 
 
-def _directions(cov_k, cov_q, rank, ridge):
+def directions(cov_k, cov_q, rank, ridge):
     """A `[..., D, r]`, B alike, and the standard deviations of the coordinates `[..., r]`, of
     matrices `[..., D, D]`."""
     lower = _cholesky(cov_q, ridge)

@@ -2,13 +2,13 @@
 
 Rows that no sparse method serves, layers that it cannot serve, and whatever else vLLM does with a
 backend go to FlashAttention as they come. Steps run inside full CUDA graphs, so that which of their
-rows are far, gather's or gvr's, is decided on the device (`RowCrossover`). gather reads the near
-rows of such a step itself. With gvr, and beside prompts, FlashAttention gets the lengths of the
-near rows and 0 for the others, the method the reverse.
+rows are far, and the decode method's, is decided on the device (`RowCrossover`). gather reads the
+near rows of such a step itself. With gvr and sketch, and beside prompts, FlashAttention gets the
+lengths of the near rows and 0 for the others, the method the reverse.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import (
@@ -29,9 +29,9 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from attnplug.errors import ServeError
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies import Phase
+from attnplug.serve.paged.basis import Positions
 from attnplug.serve.paged.layer import Far
 from attnplug.serve.paged.rows import Batch, batch_of
 from attnplug.serve.paged.tally import StepRows
@@ -45,9 +45,6 @@ from attnplug.serve.vllm.options import (
     policy_of,
 )
 from attnplug.serve.vllm.profile import most_rows
-
-if TYPE_CHECKING:  # writing files needs packages that serving does not
-    from attnplug.serve.vllm.requests import Requests
 
 logger = init_logger("vllm.attnplug")
 
@@ -179,7 +176,11 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             if isinstance(layer.impl, PlugImpl)
         ]
         traced = {layer.index for layer in served if layer.phases.trace is not None}
-        self.requests = _note_traced(self.vllm_config, traced) if traced else None
+        self.requests = None
+        if traced:  # writing files needs packages that serving does not
+            from attnplug.serve.vllm.requests import note_traced
+
+            self.requests = note_traced(self.vllm_config, traced)
         self.steps, self.capturing = StepRows(), False
         for layer in served:
             layer.steps = self.steps
@@ -198,6 +199,9 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
                 torch.zeros(rows, dtype=torch.bool, device=self.device),
                 self._near,
             )
+            needed = any(layer.needs_positions for layer in served)
+            most = max(rows, self.vllm_config.scheduler_config.max_num_batched_tokens)
+            self._positions = Positions(most, self.device) if needed else None
             if self.use_full_cuda_graph and self.aot_schedule:
                 self._near_schedule = torch.zeros_like(self.scheduler_metadata)
 
@@ -229,6 +233,9 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         made = PlugMetadata(**vars(built), batch=batch)
         if self.requests is not None:
             made.traced = self.requests.traced(batch)
+        if self.rule is not None and self._positions is not None:
+            rows = common.query_start_loc, common.seq_lens
+            made.positions = self._positions.of(*rows, common.num_actual_tokens)
         if self.rule is None or not batch.steps:
             return made
         # A graph of few rows, in which none can be far, is captured without the method's kernels:
@@ -267,17 +274,3 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             return super().build(0, common, fast_build)
         finally:
             self.scheduler_metadata = own
-
-
-def _note_traced(config: Any, layers: set[int]) -> "Requests":
-    """What tells of requests, having heard that these layers are traced."""
-    from attnplug.serve.vllm.requests import requests_of
-
-    requests = requests_of(config)
-    if requests is None or requests.traces is None:
-        raise ServeError(
-            "attnplug in vLLM: stream: vLLM has made no logits processors here, which tell whose "
-            "tokens a batch holds; use attnplug.trace.record in transformers"
-        )
-    requests.traces.layers |= layers
-    return requests

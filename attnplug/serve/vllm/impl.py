@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from attnplug.serve.paged.layer import LayerTraits, ServedLayer, phases_for
 from attnplug.serve.paged.pages import Pages
 from attnplug.serve.paged.rows import Run
+from attnplug.serve.vllm.basis import basis_of, check_basis
 from attnplug.serve.vllm.layout import flash_pages
 from attnplug.serve.vllm.options import FP8_CACHES, check_cache, check_server, policy_of
 from attnplug.serve.vllm.profile import prepare
@@ -23,8 +24,8 @@ logger = init_logger("vllm.attnplug")
 
 
 class PlugImpl(FlashAttentionImpl):
-    """One layer: FlashAttention, with momo for long prompts and gather or gvr for far rows'
-    steps."""
+    """One layer: FlashAttention, with momo for long prompts and the method that decodes for far
+    rows' steps."""
 
     # vLLM then refuses decode context parallelism: older versions by the first of them.
     can_return_lse_for_decode = False
@@ -39,6 +40,8 @@ class PlugImpl(FlashAttentionImpl):
         check_server(self.config, self.policy)
         model = self.config.model_config.dtype
         check_cache(self.kv_cache_dtype, self.policy, model)  # with auto, what the checkpoint says
+        if self.policy.decode is not None and self.policy.decode.has_model_basis:
+            check_basis(self.config)  # before the weights are loaded
         self.profiled, self.fp8 = False, self.kv_cache_dtype in FP8_CACHES
         # FlashAttention reads fp8 keys with fp8 queries, the methods with the model's own. So
         # vLLM's layer, which asks for this now, leaves them alone, and `_flash` quantizes them.
@@ -79,6 +82,7 @@ class PlugImpl(FlashAttentionImpl):
                 device=device,
                 index=index,
                 why=why,
+                basis=basis_of(self.config, phases, layer_name, self.num_kv_heads, device),
             )
         return self.serving
 
@@ -95,14 +99,19 @@ class PlugImpl(FlashAttentionImpl):
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         served = self.served(layer.layer_name, key.device)
-        if served.notes_in_step:
-            self._written = slot_mapping  # `forward` comes next, and knows whether steps do it
+        if served.notes_in_step or served.needs_positions:
+            self._written = slot_mapping  # `forward` comes next, and knows of the batch's rows
         elif served.state is not None:
-            self._note(served, layer, kv_cache, slot_mapping)
+            self._note(served, layer, kv_cache, slot_mapping, None)
 
-    def _note(self, served, layer, kv_cache, slots: torch.Tensor | None) -> None:
-        if slots is not None:
-            served.state.update(self._pages(layer, kv_cache).k, slots)
+    def _note(self, served, layer, kv_cache, slots: torch.Tensor | None, m) -> None:
+        if slots is None:
+            return
+        cache = self._pages(layer, kv_cache)
+        if not served.needs_positions:
+            served.state.update(cache.k, slots)
+        elif m is not None:  # else nothing is computed, and nothing was written
+            served.state.code(cache, slots, m.positions[: len(slots)])
 
     def _pages(self, layer, kv_cache) -> Pages:
         found = flash_pages(kv_cache)
@@ -124,13 +133,13 @@ class PlugImpl(FlashAttentionImpl):
         m, (written, self._written) = attn_metadata, (self._written, None)
         scales = output_scale is not None or output_block_scale is not None
         if m is None:
-            self._note(served, layer, kv_cache, written)
+            self._note(served, layer, kv_cache, written, m)
             if kv_cache.numel() == 0:
                 prepare(self, query.dtype, query.device)
             return output.fill_(0)
         plain = scales or not served.phases.sparse or m.causal is not True
-        if plain or m.batch.prompts or m.far is None:
-            self._note(served, layer, kv_cache, written)
+        if plain or m.batch.prompts or m.far is None or served.needs_positions:
+            self._note(served, layer, kv_cache, written, m)
         if plain and served.phases.sparse:
             served.overruled = "vLLM asks for a scaled output" if scales else "calls are not causal"
         if plain:
