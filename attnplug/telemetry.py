@@ -116,7 +116,7 @@ def certified(rows: list[Certificates]) -> list[Table]:
     """Bounds, and what was done for them: one row a layer; layers without a tier (small or foreign
     caches are dense) have none. Two tables, as one does not fit a terminal of 80 columns."""
     bounds = _numbers(
-        "certificates: share of heads recomputed, bounds of the others, and of all (max)",
+        "certificates: share of heads recomputed, bounds of the others and of all",
         "layer",
         "head\nsteps",
         "exact",
