@@ -116,15 +116,15 @@ def certified(rows: list[Certificates]) -> list[Table]:
     """Bounds, and what was done for them: one row a layer; layers without a tier (small or foreign
     caches are dense) have none. Two tables, as one does not fit a terminal of 80 columns."""
     bounds = _numbers(
-        "certificates: share of heads recomputed, bounds of the others alone and all",
+        "certificates: share of heads recomputed, bounds of the others and of all",
         "layer",
-        "head-steps",
+        "head\nsteps",
         "exact",
         "E_key mean",
         "max",
         "E_val mean",
         "max",
-        "all max",
+        "all",
     )
     work = _numbers(
         "how often a rung was climbed, hits in the scratch cache, MiB",

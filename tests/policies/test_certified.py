@@ -258,7 +258,7 @@ def test_the_report_decodes_and_shows_certificates(byte_tokenizer):
         bounds, work = telemetry.run(model, byte_tokenizer, 40, 3).tables()
     assert bounds.row_count == work.row_count == 2
     cells = {column.header: list(column.cells) for column in (*bounds.columns, *work.columns)}
-    assert cells["head-steps"] == ["12", "12"] and cells["rung 4"] == ["0", "0"]
+    assert cells["head\nsteps"] == ["12", "12"] and cells["rung 4"] == ["0", "0"]
     with attnplug.applied(tiny_model(), "certified") as model:
         assert telemetry.run(model, byte_tokenizer, 40, 1).tables() == []
 
