@@ -375,7 +375,11 @@ def test_rows_do_not_see_one_another(device_path):
     table = made.pages.table[1:2].clone()
     table[:, -(-1400 // 16) :] = 1 << 30
     alone = made.step(table=table, lengths=torch.tensor([1400], dtype=torch.int32))
-    assert torch.equal(alone[0][0], together[0][1]) and torch.equal(alone[1][0], together[1][1])
+    for own, among in zip(alone, together, strict=True):
+        if device == "cuda":  # where a batch of another size is cut into other pieces
+            assert torch.allclose(own[0], among[1], atol=2e-5)
+        else:
+            assert torch.equal(own[0], among[1])
 
 
 def test_a_step_is_reproducible(device_path):
