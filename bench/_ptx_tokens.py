@@ -241,6 +241,54 @@ def sketch_decode(op: Any) -> Cases:
     yield "padded", case(2, 28, 4, 4096, 128, **capped, **padding(2, 4096))
 
 
+def paged_sketch(pages, kv, page, width, codes):
+    """Codes of pages."""
+    fine, coarse = {16: (16, 32), 24: (32, 32), 32: (32, 64)}[codes]
+    shapes = (fine // 2,), (coarse // 4,), ()
+    made = [new(pages, kv, page, *shape, dtype=torch.uint8) for shape in shapes]
+    return made, fine + coarse
+
+
+@cases
+def encode_pages(op: Any) -> Cases:
+    def case(pages, kv, page, width, slots, dtype=BF16, codes=32, wide=INT64, bands=64):
+        k, v = (new(pages, kv, page, width, dtype=dtype) for _ in range(2))
+        made, rank = paged_sketch(pages, kv, page, width, codes)
+        encoder = new(kv, width + 1, rank, dtype=FP32)
+        turns = new(bands, 2, width // 2, dtype=FP32)
+        places = new(slots, dtype=wide), new(slots, dtype=wide)
+        return lambda: op(k, v, encoder, turns, *made, *places)
+
+    yield "a step", case(65536, 4, 16, 128, 8)
+    yield "a prompt", case(8192, 8, 128, 128, 16384)
+    yield "fp16 D=80 16 bytes", case(64, 2, 48, 80, 100, FP16, 16, torch.int32)
+    yield "fp32 D=64 24 bytes", case(64, 4, 16, 64, 33, FP32, 24)
+    yield "D=256", case(4096, 1, 16, 256, 8192)
+
+
+@cases
+def sketch_pages(op: Any) -> Cases:
+    def case(rows, heads, kv, size, width, dtype=BF16, page=16, codes=32, **options):
+        pages = rows * size // page
+        q = new(rows, heads, 1, width, dtype=dtype)
+        k, v = (new(pages, kv, page, width, dtype=dtype) for _ in range(2))
+        made, rank = paged_sketch(pages, kv, page, width, codes)
+        scorer = new(kv, width, rank + 1, dtype=FP32)
+        turns = new(-(-size // 2048), 2, width // 2, dtype=FP32)
+        where = new(rows, size // page), new(rows)
+        return lambda: op(q, k, v, scorer, turns, *made, *where, scale=0.1, **options)
+
+    yield "bench", case(1, 28, 4, 131072, 128, top_k=16384)
+    yield "8 rows", case(8, 28, 4, 131072, 128, top_k=16384)
+    yield "1M", case(1, 28, 4, 1 << 20, 128, top_k=16384)
+    yield "group of 4, pages of 128", case(8, 32, 8, 32768, 128, page=128)
+    yield "fp16 D=80 16 bytes", case(2, 8, 2, 4800, 80, FP16, page=48, codes=16, top_k=100)
+    yield "fp32 D=64 24 bytes", case(2, 9, 3, 4096, 64, FP32, codes=24)
+    yield "D=256", case(1, 4, 1, 32768, 256)
+    capped = {"softcap": 30.0, "sinks": new(28, dtype=FP32)}
+    yield "capped", case(2, 28, 4, 16384, 128, **capped)
+
+
 @cases
 def sketch_host_decode(op: Any) -> Cases:
     from attnplug.ops import FixedPart

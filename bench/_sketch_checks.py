@@ -151,7 +151,7 @@ def compare_counts(shares, total, middle, rows, top_k) -> None:
     lengths, start = scan.rows_on_cpu(shares[..., None], rows["lengths"], rows["start"])
     counted = torch.zeros_like(total)
     wide = shares.float().numpy()
-    scan._count(wide, lengths.numpy(), start.numpy(), middle.numpy(), counted.numpy())
+    scan.count_shares(wide, lengths.numpy(), start.numpy(), middle.numpy(), counted.numpy())
     reached = counted[..., 1:].flip(-1).cumsum(-1).flip(-1)
     needed = torch.cat([torch.ones_like(reached[..., :1]), (reached < top_k).int()], -1)
     first = reached.ge(top_k).sum(-1, keepdim=True)  # the bin of the k-th: 0 if none is

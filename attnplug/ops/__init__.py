@@ -26,8 +26,10 @@ from attnplug.ops.momo.measure_blocks import measure_blocks
 from attnplug.ops.momo.merge_block_rows import merge_block_rows
 from attnplug.ops.momo.query_sparse_attention import query_sparse_attention
 from attnplug.ops.sketch.encode_keys import encode_keys
+from attnplug.ops.sketch.encode_pages import encode_pages
 from attnplug.ops.sketch.host_decode import FixedPart, sketch_host_decode
 from attnplug.ops.sketch.sketch_decode import sketch_decode
+from attnplug.ops.sketch.sketch_pages import sketch_pages
 from attnplug.ops.stream.stream_edges import stream_edges
 from attnplug.ops.stream.stream_mask import stream_mask
 
@@ -44,6 +46,7 @@ __all__ = [
     "delta_correct",
     "dense_decode",
     "encode_keys",
+    "encode_pages",
     "gather_attention",
     "gather_decode",
     "gather_tokens_attention",
@@ -60,6 +63,7 @@ __all__ = [
     "select_blocks",
     "sketch_decode",
     "sketch_host_decode",
+    "sketch_pages",
     "stream_edges",
     "stream_mask",
     "tiered_decode",

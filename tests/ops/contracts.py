@@ -18,12 +18,19 @@ from attnplug.ops.gather.gather_rows import gather_rows
 from attnplug.ops.gather.page_bounds import empty_page_bounds
 from attnplug.ops.gvr.page_codes import empty_page_codes
 from attnplug.ops.gvr.score_tokens import quantize_keys
+from attnplug.ops.sketch.attend_pages import attend_pages
 from attnplug.ops.sketch.attend_picks import attend_picks
 from attnplug.ops.sketch.basis import fit_basis
+from attnplug.ops.sketch.encode_pages import encode_pages
 from attnplug.ops.sketch.merge_sketch import merge_sketch
+from attnplug.ops.sketch.model_basis import Moments, fit_model_basis
+from attnplug.ops.sketch.pages import empty_page_sketch, turns_of
 from attnplug.ops.sketch.pick_tokens import pick_tokens
+from attnplug.ops.sketch.prepare_pages import prepare_pages
 from attnplug.ops.sketch.prepare_query import prepare_query
+from attnplug.ops.sketch.scan_pages import scan_pages
 from attnplug.ops.sketch.scan_sketch import scan_sketch
+from attnplug.ops.sketch.sketch_pages import sketch_pages
 from attnplug.ops.sketch.state import Basis, Codes, empty_codes
 from attnplug.policies import _prefill_op
 
@@ -299,6 +306,43 @@ def sketch_decode() -> Iterator[Inputs]:
     yield asked | {"q": random(1, 2, 4, 3, 64), "hint": more["hint"]} | rows_of(900) | CAPPED
 
 
+def paged_chain() -> dict[str, Inputs]:
+    """What each op of a step of sketch over pages gets from those before it."""
+    paged = pages_of(900, 20)
+    k, v, table, lengths = paged.values()
+    inv_freq = 0.7 ** torch.arange(32)
+    means = random(0, 2, 64).double(), torch.eye(64).double().expand(2, -1, -1)
+    basis = fit_model_basis(Moments(*means, torch.eye(64).double().expand(4, -1, -1)), inv_freq)
+    sketch = empty_page_sketch(k, 24)._asdict()
+    kv, turns = {"k": k, "v": v}, {"turns": turns_of(inv_freq, 900)}
+    slots = torch.arange(7, 90)
+    written = {"slots": slots, "positions": slots + 2040}
+    coded = {**kv, "encoder": basis.encoder, **turns, **sketch, **written}
+    q, rows = token(), {"table": table, "lengths": lengths}
+    first = {"q": q, **kv, "scorer": basis.scorer, **turns, **rows, "scale": 0.125, "softcap": 3.0}
+    whole, facts, _, fixed_lse, scores, values = prepare_pages(**first)
+    weights = {"whole": whole, "facts": facts}
+    scan = {**weights, "fixed_lse": fixed_lse, "scores": scores, "values": values, **sketch, **rows}
+    scan |= {"top_k": 60, "softcap": 3.0}
+    shares, total, _, norm, middle, *_ = scan_pages(**scan)
+    picks, cut = pick_tokens(shares, total, middle, top_k=60, lengths=lengths)
+    attend = {"q": q, **kv, **weights, **sketch, "table": table, "picks": picks, "cut": cut}
+    attend |= {"norm": norm, "scale": 0.125, "pieces": 2, "softcap": 3.0}
+    step = first | sketch | {"top_k": 60, "sinks": SINKS}
+    return {"encode": coded, "prepare": first, "scan": scan, "attend": attend, "step": step}
+
+
+def paged_link(name: str) -> Callable[[], Iterator[Inputs]]:
+    def cases() -> Iterator[Inputs]:
+        case = paged_chain()[name]
+        yield case
+        plain = {key: value for key, value in case.items() if key not in ("sinks", "softcap")}
+        if len(plain) < len(case):
+            yield plain
+
+    return cases
+
+
 def sketch_host_decode() -> Iterator[Inputs]:
     for case in sketch_decode():
         if case["q"].shape[2] == 1:
@@ -415,6 +459,10 @@ def sketch(call: Callable[..., Any], name: str, *ungraded: str) -> Contract:
     return Contract(call, (f"sketch_{name}",), link(name), (f"sketch_{name}",), ungraded)
 
 
+def paged_sketch(call: Callable[..., Any], name: str, op: str, *ungraded: str) -> Contract:
+    return Contract(call, (op,), paged_link(name), (op, "pick_tokens"), ungraded)
+
+
 # --- sparse by training ----------------------------------------------------------------------
 
 
@@ -496,6 +544,13 @@ CONTRACTS = (
     sketch(pick_tokens, "pick"),
     sketch(attend_picks, "attend", "projected", "cut", "norm"),
     sketch(merge_sketch, "merge"),
+    paged_sketch(encode_pages, "encode", "encode_pages", "encoder", "turns"),
+    paged_sketch(prepare_pages, "prepare", "sketch_prepare_pages", "scorer", "turns"),
+    paged_sketch(scan_pages, "scan", "sketch_scan_pages"),
+    paged_sketch(
+        attend_pages, "attend", "sketch_attend_pages", "facts", "cut", "norm"
+    ),
+    paged_sketch(sketch_pages, "step", "sketch_pages", "scorer", "turns"),
     own(ops.sketch_decode, sketch_decode, "sketch_decode_uncounted", **STEP),
     own(
         ops.sketch_host_decode, sketch_host_decode, "sketch_host_decode_uncounted",

@@ -212,7 +212,7 @@ def _cpu(*args):
 
 
 @functools.cache
-def _tile(rows: int, padded: int, itemsize: int, shared: int) -> int:
+def tile_for(rows: int, padded: int, itemsize: int, shared: int) -> int:
     """Picks that a program attends to at once: TILE, or as many as `shared` bytes are enough for.
     A step's keys and values are loaded together, as in a pipeline of two stages."""
     tile = TILE
@@ -232,7 +232,7 @@ def launch_attend_picks(*args, warps=4, chained=False, fetched=False):
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in args[:3])
     factor, cap = base_two(call.scale, call.softcap)
     shape, tiles = shape_of(q, fine), tiles_of(picks.shape[2], pieces)
-    tile = _tile(shape.ROWS, shape.DP, q.element_size(), found.shared)
+    tile = tile_for(shape.ROWS, shape.DP, q.element_size(), found.shared)
     few = tiles > 1 and warps == 4 and shape.GROUP <= 16
     launch_kernel(
         kernels.attend,

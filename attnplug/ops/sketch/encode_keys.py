@@ -117,7 +117,7 @@ def near_block(length, start):
 
 
 @njit()
-def _code(x, most):
+def rounded_code(x, most):
     """The nearest code; of a NaN it is 0."""
     x = np.floor(x + np.float32(0.5))
     return np.uint8(min(x, most)) if x > 0 else np.uint8(0)
@@ -145,11 +145,11 @@ def _reference(k, v, encoder, mask, fine, coarse, odd, done, lengths, start, off
                     for r in range(x.shape[0]):
                         x[r] += key * encoder[b, h, d, r]
             for i in range(half):
-                fine[b, h, n, i] = _code(x[i], 15) | _code(x[half + i], 15) << 4
+                fine[b, h, n, i] = rounded_code(x[i], 15) | rounded_code(x[half + i], 15) << 4
             for i in range(quarter):
                 packed = np.uint8(0)
                 for j in range(4):
-                    packed |= _code(x[2 * half + j * quarter + i], 3) << (2 * j)
+                    packed |= rounded_code(x[2 * half + j * quarter + i], 3) << (2 * j)
                 coarse[b, h, n, i] = packed
             chunk = (n - start[b]) // CHUNK
             if (n - start[b]) % CHUNK == 0:

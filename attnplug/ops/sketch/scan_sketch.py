@@ -161,7 +161,7 @@ class _Cache(NamedTuple):
 
 
 @njit()
-def _quantile(p):
+def quantile(p):
     """z with P(Z > z) = p for a standard normal Z: Abramowitz and Stegun 26.2.22."""
     t = np.sqrt(-2 * np.log(max(min(p, 1 - p), 1e-9)))
     z = t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))
@@ -185,7 +185,7 @@ def _place(facts, fixed_lse, rank, n_tokens, k, cap, norm):
         for lse in fixed_lse[g]:
             known += exp2(lse - shift)
         norm[g] = shift + log2(known) if known != 0 else -np.inf
-        likely = capped(mean + _quantile(k / max(n_tokens, 1)) * np.sqrt(variance), cap) - norm[g]
+        likely = capped(mean + quantile(k / max(n_tokens, 1)) * np.sqrt(variance), cap) - norm[g]
         middle = max(middle, likely)
     return np.float32(middle if abs(middle) < 1e30 else 0.0)
 
@@ -257,7 +257,7 @@ def _score(
 
 
 @njit(parallel=True)
-def _count(shares, lengths, start, middle, total):
+def count_shares(shares, lengths, start, middle, total):
     """The histogram of rounded shares of each row and KV head, in parallel."""
     batch, kv_heads, _ = total.shape
     for item in prange(batch * kv_heads):
@@ -284,7 +284,7 @@ def _cpu(*args):
         *arrays(wide, sums, norm, middle),
     )
     shares.copy_(wide)
-    _count(*arrays(shares, lengths, start, middle, total))
+    count_shares(*arrays(shares, lengths, start, middle, total))
 
 
 # --- CUDA ------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def test_picks_are_the_references(top_k, pieces, tile):
     middle = torch.tensor([[-8.0], [-20.0]])
     total = torch.zeros(batch, heads, BINS, dtype=torch.int32)
     lengths, start = torch.tensor([1290, 1300]), torch.tensor([3, 130])
-    scan._count(*(x.numpy() for x in (shares.float(), lengths, start, middle, total)))
+    scan.count_shares(*(x.numpy() for x in (shares.float(), lengths, start, middle, total)))
     asked = (shares, total, middle, top_k, lengths, start)
     wanted = pick._pick_tokens(*asked)
     found = pick._allocate(*asked)

@@ -311,7 +311,7 @@ def _logaddexp2(a, b, ASM: tl.constexpr):
 
 
 @triton.jit
-def _normal_quantile(p, ASM: tl.constexpr):
+def normal_quantile(p, ASM: tl.constexpr):
     """z with P(Z > z) = p for a standard normal Z, within 0.003: Abramowitz and Stegun 26.2.22."""
     small = tl.maximum(tl.minimum(p, 1 - p), 1e-9)
     t = tl.sqrt(-1.3862943611198906 * log2(small, ASM))
@@ -333,5 +333,5 @@ def placed(known, mean, variance, n_tokens, k, cap, CAPPED: tl.constexpr, ASM: t
     # A NaN may be dropped by the maximum; it comes back through the sum.
     fixed = shift + log2(tl.sum(exp2(known - shift[None, :], ASM), 0), ASM)
     norm = _logaddexp2(fixed, closed, ASM)
-    z = _normal_quantile(k / tl.maximum(n_tokens, 1).to(tl.float32), ASM)
+    z = normal_quantile(k / tl.maximum(n_tokens, 1).to(tl.float32), ASM)
     return norm, capped(mean + z * tl.sqrt(variance), cap, CAPPED) - norm

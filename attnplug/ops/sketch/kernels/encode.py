@@ -52,8 +52,9 @@ def _halves(x):
 
 
 @triton.jit
-def _store_codes(codes, slot, x, y, CODE: tl.constexpr):
-    """Store the codes of tokens at `slot` [N], of their coordinates of 4 and of 2 bits."""
+def store_codes(codes, slot, written, x, y, CODE: tl.constexpr):
+    """Store the codes of tokens at `slot` [N], of their coordinates of 4 and of 2 bits; of those
+    that are `written` [N], or of all where that is None."""
     R4: tl.constexpr = CODE.R4
     R2: tl.constexpr = CODE.R2
     low_half, high_half = _halves(_rounded(x, 15.0))
@@ -61,13 +62,16 @@ def _store_codes(codes, slot, x, y, CODE: tl.constexpr):
     p0, p1 = _halves(ab)
     p2, p3 = _halves(cd)
     slot = slot[:, None]
+    mask = None if written is None else written[:, None]
     tl.store(
         codes.fine + slot * (R4 // 2) + tl.arange(0, R4 // 2)[None, :],
         (low_half | (high_half << 4)).to(tl.uint8),
+        mask=mask,
     )
     tl.store(
         codes.coarse + slot * (R2 // 4) + tl.arange(0, R2 // 4)[None, :],
         (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8),
+        mask=mask,
     )
 
 
@@ -108,7 +112,7 @@ def encode_chunks(
         key_at = cache.k + b * cache.k_b + h.to(tl.int64) * cache.k_h + at[:, None] * cache.k_s
         x = _coordinates(key_at, encoder, seen, 0, D, DP, R, R4, DEPTH, PRECISION)
         y = _coordinates(key_at, encoder, seen, R4, D, DP, R, R2, DEPTH, PRECISION)
-        _store_codes(codes, place * S + at, x, y, CODE)
+        store_codes(codes, place * S + at, None, x, y, CODE)
         value_at = cache.v + b * cache.v_b + h.to(tl.int64) * cache.v_h + at[:, None] * cache.v_s
         wrong = 0
         for d0 in tl.range(0, DP, DEPTH, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
@@ -232,7 +236,7 @@ def encode_tiles(
         key = key.to(tl.float32)
         x = _projected(key, fine_top, fine - fine_top, fine_bias)
         y = _projected(key, coarse_top, coarse - coarse_top, coarse_bias)
-        _store_codes(codes, place * rows.S + at, x, y, CODE)
+        store_codes(codes, place * rows.S + at, None, x, y, CODE)
         finite = (tl.abs(value) < float("inf")) & (tl.abs(key) < float("inf"))
         wrong = tl.max(tl.reshape(tl.max(1 - finite.to(tl.int32), 1), [PER, CHUNK]), 1)
         flag_at = codes.odd + place * chunks + tile * PER + tl.arange(0, PER)
