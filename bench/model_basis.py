@@ -23,7 +23,14 @@ from attnplug.eval.capture import capture_layers
 from attnplug.eval.needle import needle_prompt
 from attnplug.models.pretrained import load
 from attnplug.ops.sketch.basis import Fit, fit_basis
-from attnplug.ops.sketch.model_basis import BAND, back_to_start, fit_model_basis, size_for, turn
+from attnplug.ops.sketch.model_basis import (
+    BAND,
+    Moments,
+    back_to_start,
+    fit_model_basis,
+    size_for,
+    turn,
+)
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 
 SAMPLE = 2048
@@ -197,17 +204,10 @@ def main():
     parser.add_argument("-o", "--out", default="")
     options = parser.parse_args()
     model, tokenizer = load(options.model, device="cpu")
-    kinds = dict(texts.windows(tokenizer))
     asked = options.prompts.split(",")
-    moments = {}
-    for name in asked:
-        left_out = LIKE[name.partition(":")[0]]
-        if left_out not in moments:
-            read = [ids for kind, ids in kinds.items() if kind not in left_out]
-            moments[left_out] = measure(model, read)
-    moments[()] = measure(model, kinds.values())
-    inv_freq, whole = moments[()]
-    layers = [int(x) for x in options.layers.split(",") if x] or list(whole)
+    kinds = {kind: measure(model, [ids]) for kind, ids in texts.windows(tokenizer)}
+    inv_freq, some = next(iter(kinds.values()))
+    layers = [int(x) for x in options.layers.split(",") if x] or list(some)
     ks, rows = [int(k) for k in options.k.split(",")], []
     for name, ids in prompts(tokenizer, options.tokens, asked):
         began, found = time.monotonic(), {}
@@ -217,7 +217,9 @@ def main():
             size = size_for(layer.k.shape[2])
             ways: dict = {f"own {each} bytes": layer.own(each) for each in sorted({24, size})}
             for way, left_out in (("model", ()), ("others", LIKE[name.partition(":")[0]])):
-                basis = fit_model_basis(moments[left_out][1][number], inv_freq)
+                own = [x[1][number] for kind, x in kinds.items() if kind not in left_out]
+                mixed = Moments(*(sum(x) / len(own) for x in zip(*own, strict=True)))
+                basis = fit_model_basis(mixed, inv_freq)
                 ways[f"{way} {size} bytes"] = layer.model(basis, size)
             compared(layer, ways, ks, found)
         for (way, k), parts in found.items():

@@ -198,12 +198,12 @@ def _fits(parts: dict[str, torch.Tensor], pairs: int) -> bool:
     return fits and heads > 0 and 2 * pairs <= width and not why_not_width(width)
 
 
-def find(folder: Path, config: Any, name: str) -> Bases:
-    """The basis of the checkpoint in a folder, with the config of its text decoder. `name` is what
-    the user calls the model.
+def find(folder: Path, rope: str, name: str) -> Bases:
+    """The basis of the checkpoint in a folder, with `rope_of` the config of its text decoder.
+    `name` is what the user calls the model.
 
     Raises FileError where there is none, or the file cannot be read."""
-    weights, rope = weights_of(folder), rope_of(config)
+    weights = weights_of(folder)
     path = path_of(weights, rope)
     if path.exists():
         return read(path, weights, rope)

@@ -42,6 +42,7 @@ class Phase:
     notes_in_step: ClassVar[bool] = False  # `begin_far` notes the keys at a call's slots
     # Served steps of up to so many rows run `attend_rows`, and no other method for near rows.
     rows_whole: ClassVar[int] = 0
+    has_model_basis: ClassVar[bool] = False  # over pages it codes keys in a basis of the model
     on_request: ClassVar[frozenset[str]] = frozenset()
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS  # that its ops have kernels for
 
@@ -141,8 +142,9 @@ class Phase:
         then does), or None."""
         return "needs rows of a cache of its own"
 
-    def page_state(self, k: torch.Tensor) -> Any:
-        """What this method keeps beside one layer's pages `k [pages,Hkv,page,D]`, or None."""
+    def page_state(self, k: torch.Tensor, basis: Any = None) -> Any:
+        """What this method keeps beside one layer's pages `k [pages,Hkv,page,D]`, or None. `basis`
+        is the layer's, where the method has one of the model (`has_model_basis`)."""
         return None
 
     def pages_note(self, device: torch.device) -> str:
@@ -155,7 +157,19 @@ class Phase:
 
     def note_pages(self, k: torch.Tensor, state: Any, slots: torch.Tensor) -> None:
         """Called after keys were written or copied to the `slots` `[N]` of one layer's pages: page
-        times its size, plus the place in it."""
+        times its size, plus the place in it. Not of a method that has a basis of the model."""
+
+    def code_pages(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        state: Any,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """`note_pages` of a method that has a basis of the model: it is also told the values, and
+        which `positions` `[N]` the tokens have in their sequences."""
+        raise NotImplementedError(f"{type(self).__name__} has no code_pages")
 
     def attend_pages(self, call: PagedCall) -> torch.Tensor:
         """The attention output `[R,Hq,1,D]` of a decode step over pages."""

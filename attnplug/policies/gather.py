@@ -250,7 +250,7 @@ class Gather(DenseBelow):
     def pages_refusal(self) -> str | None:
         return None if self.kv == "gpu" else "with kv='host' needs rows of a cache of its own"
 
-    def page_state(self, k: torch.Tensor) -> torch.Tensor | None:
+    def page_state(self, k: torch.Tensor, basis: Any = None) -> torch.Tensor | None:
         """Summaries by physical block, so that requests share them as they share pages."""
         if k.shape[2] % self.block:
             return None

@@ -138,7 +138,7 @@ class Gvr(DenseBelow):
     def pages_refusal(self) -> str | None:
         return None
 
-    def page_state(self, k: torch.Tensor) -> PageCodes:
+    def page_state(self, k: torch.Tensor, basis: Any = None) -> PageCodes:
         return empty_page_codes(k)
 
     def page_share(self, itemsize: int) -> float:

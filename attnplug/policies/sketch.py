@@ -16,11 +16,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnplug.call import AttentionCall, LayerShape, StepReads
+from attnplug.call import AttentionCall, LayerShape, PagedCall, StepReads
 from attnplug.models.sync import may_sync
-from attnplug.ops import sketch_decode, sketch_host_decode
+from attnplug.ops import encode_pages, sketch_decode, sketch_host_decode, sketch_pages
 from attnplug.ops.sketch.kernels.codes import LOCAL
 from attnplug.ops.sketch.merge_sketch import TAILS
+from attnplug.ops.sketch.model_basis import BAND, size_for
+from attnplug.ops.sketch.pages import LayerBasis, SketchedPages, empty_page_sketch
 from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._sketch_audit import Asked
@@ -71,6 +73,7 @@ class Sketch(DenseBelow):
     phases: ClassVar[frozenset[str]] = frozenset({"decode"})
     takes_pending: ClassVar[bool] = True
     keeps_queries: ClassVar[bool] = True
+    has_model_basis: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.check_integers("bytes", "audit", *([] if self.k is None else ["k"]))
@@ -189,6 +192,47 @@ class Sketch(DenseBelow):
         )
         if pending is not None and not count:
             layer.cumulative_length.add_(1)
+        return out
+
+    def page_state(self, k: torch.Tensor, basis: LayerBasis | None = None) -> SketchedPages:
+        """Codes by physical slot, so that requests share them as they share pages. Without a basis
+        they say what they take."""
+        size = size_for(k.shape[3])
+        if basis is not None:
+            rank = basis.scorer.shape[2] - 1
+            size = next(size for size, pair in COORDINATES.items() if sum(pair) == rank)
+        return SketchedPages(empty_page_sketch(k, size), basis)
+
+    def code_pages(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        state: SketchedPages,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        assert state.basis is not None  # of pages that are served
+        basis = state.basis
+        encode_pages(k, v, basis.encoder, basis.turns, *state.codes, slots, positions)
+
+    def attend_far(self, call: PagedCall) -> torch.Tensor:
+        codes, basis = call.state
+        # An engine's table may have room for more tokens than a request can have.
+        room = len(basis.turns) * BAND // call.k.shape[2]
+        out, _ = sketch_pages(
+            call.q,
+            call.k,
+            call.v,
+            basis.scorer,
+            basis.turns,
+            codes.fine,
+            codes.coarse,
+            codes.odd,
+            call.table[:, :room],
+            call.lengths,
+            top_k=self.picks(call.room),
+            **call.options,
+        )
         return out
 
     def why_dense(self, call: AttentionCall) -> str:

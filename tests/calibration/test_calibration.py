@@ -135,7 +135,7 @@ def test_a_basis_is_written_and_read(cache, folder):
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
     found = basis_file.read(path, bases.weights, bases.rope)
     assert same(found, bases) and found[:2] == bases[:2]
-    assert same(basis_file.find(folder, config_of(folder), "tiny"), bases)
+    assert same(basis_file.find(folder, bases.rope, "tiny"), bases)
 
 
 def test_the_basis_of_other_weights_is_refused(cache, folder, tmp_path):
@@ -147,11 +147,11 @@ def test_the_basis_of_other_weights_is_refused(cache, folder, tmp_path):
         basis_file.read(path, bases.weights, "0" * 8)
     stretched = config_of(folder, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     with pytest.raises(FileError, match="only one for another rope"):
-        basis_file.find(folder, stretched, "tiny")
+        basis_file.find(folder, basis_file.rope_of(stretched), "tiny")
     other = tmp_path / "other"
     tiny_model(seed=1).save_pretrained(other)
     with pytest.raises(FileError, match=r"none in attnplug's cache folder.*calibrate tiny2` once"):
-        basis_file.find(other, config_of(other), "tiny2")
+        basis_file.find(other, bases.rope, "tiny2")
 
 
 def test_a_fingerprint_is_of_the_weights_alone(folder, tmp_path):

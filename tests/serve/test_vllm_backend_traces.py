@@ -157,6 +157,7 @@ def test_a_request_cannot_name_its_trace_badly(backend, name):
 
 def test_a_server_that_traces_needs_to_hear_of_requests(backend, monkeypatch, tmp_path):
     from attnplug.errors import ServeError
+    from attnplug.serve.vllm.requests import note_traced
 
     layer = Layer(backend, monkeypatch, traced("momo", tmp_path))
     layer.config.model_config.logits_processors = None
@@ -164,7 +165,7 @@ def test_a_server_that_traces_needs_to_hear_of_requests(backend, monkeypatch, tm
         backend.PlugImpl(HEADS, WIDTH, 0.125, KV_HEADS, None, None, "auto")
     del layer.requests
     with pytest.raises(ServeError, match="no logits processors here"):
-        backend._note_traced(configuration("momo+stream"), {0})
+        note_traced(configuration("momo+stream"), {0})
 
 
 def test_a_server_of_another_backend_is_told_that_nothing_is_traced(monkeypatch, tmp_path):

@@ -98,7 +98,11 @@ def test_no_policy_is_an_error_with_an_example(monkeypatch):
         ),
         ({"policy": "gather", "layers": {"0": "gvr"}}, "different decode methods, gather and gvr"),
         ("certified", "certified is not served; use vLLM's own quantized cache"),
-        ("sketch", "sketch is not served; use gather or gvr"),
+        ("sketch(kv='host')", "--kv-offloading-size"),
+        ("sketch(bytes=16)", "codes of pages have 32 bytes, or 24 where"),
+        ("sketch(tail='drop')", r"sketch\(tail='drop'\) is not served: the rest is always"),
+        ("momo+sketch(audit=64)", "audits look at a cache of transformers; drop audit"),
+        ({"policy": "gvr", "layers": {"0": "sketch"}}, "different decode methods, gvr and sketch"),
         ("momo+trained", "trained is not served; use vLLM's own kernels for models with an"),
         ("auto", "use the methods by name"),
         ("prefill=stream", "stream is not served; use it as what looks on, such as 'momo"),
@@ -130,7 +134,7 @@ def test_what_pages_cannot_serve_is_refused(option, message):
         read_policy(option)
 
 
-SERVED = {"dense", "momo", "gather", "gvr", "stream"}
+SERVED = {"dense", "momo", "gather", "gvr", "sketch", "stream"}
 
 
 @pytest.mark.parametrize("name", sorted(set(names()) - SERVED))

@@ -227,8 +227,9 @@ def _cpu(*args):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-def launch_prepare_pages(*args):
-    """Run the kernel; tensors as in `prepare_pages`, on a GPU or in Triton's interpreter."""
+def launch_prepare_pages(*args, total=None, marks=None):
+    """Run the kernel; tensors as in `prepare_pages`, on a GPU or in Triton's interpreter. In the
+    chain also clear `total` and `marks`."""
     call, (whole, facts, fixed_out, fixed_lse, scores, values) = Call(*args[:-6]), args[-6:]
     q, k, v, bands = call.q, call.k, call.v, whole.shape[2]
     q = q if q.stride(3) == 1 else q.contiguous()
@@ -250,6 +251,10 @@ def launch_prepare_pages(*args):
         weights=kernels.Weights(whole, facts, bands),
         fixed=pieces_of(fixed_out, fixed_lse),
         sampled=kernels.Sampled(scores, values, SAMPLES),
+        total=total,
+        marks=marks,
+        mark_count=0 if marks is None else marks.shape[2],
+        MARKS=1 if marks is None else next_power_of_two(marks.shape[2]),
         q_scale=call.scale * LOG2E,
         scale=factor,
         cap=cap,

@@ -235,13 +235,15 @@ def _cpu(*args):
 # --- CUDA ------------------------------------------------------------------------------------
 
 
-def launch_scan_pages(*args):
-    """Run the kernel; tensors as in `scan_pages`, on a GPU or in Triton's interpreter."""
+def launch_scan_pages(*args, chained=False):
+    """Run the kernel; tensors as in `scan_pages`, on a GPU or in Triton's interpreter. In the chain
+    `total` has been cleared."""
     call, (shares, total, sums, norm, middle, estimates, v_mean) = Call(*args[:-7]), args[-7:]
     whole, odd, table = call.whole, call.odd, call.table
     (batch, heads, bands, _), (_, kv_heads, page) = whole.shape, odd.shape
     width, group, parts = v_mean.shape[2], heads // kv_heads, sums.shape[2]
-    total.zero_()
+    if not chained:
+        total.zero_()
     fixed = pieces_of(None, call.fixed_lse)
     none = (None,) * 8
     launch_kernel(

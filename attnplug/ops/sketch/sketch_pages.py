@@ -147,21 +147,25 @@ def launch_sketch_pages(*args, plan=None):
     q, k, softcap = call.q, call.k, call.softcap
     codes, rows, kv = (call.fine, call.coarse, call.odd), (call.table, call.lengths), (k, call.v)
     prepared = prepare.outputs(q, k, call.scorer, call.table)
-    prepare.launch_prepare_pages(
-        *(q, *kv, call.scorer, call.turns, *rows, call.scale, softcap), *prepared
-    )
     whole, facts, *fixed, scores, values = prepared
     scanned = scan.outputs(facts, call.odd, call.table, k.shape[3])
     shares, total, sums, norm, middle, estimate, v_mean = scanned
-    read = whole, facts, fixed[1], scores, values
-    scan.launch_scan_pages(*read, *codes, *rows, call.top_k, softcap, *scanned)
     if plan is None:
         processors = card(out.device).processors
         shape = len(q) * k.shape[1], shares.shape[2], call.top_k, k.shape[3], q.element_size()
         plan = plan_for(*shape, processors)
+    marks = pick.Notes.empty(shares, plan.pick).marks
+    prepare.launch_prepare_pages(
+        *(q, *kv, call.scorer, call.turns, *rows, call.scale, softcap, *prepared),
+        total=total,
+        marks=marks,
+    )
+    read = whole, facts, fixed[1], scores, values
+    scan.launch_scan_pages(*read, *codes, *rows, call.top_k, softcap, *scanned, chained=True)
     picks, cut = pick.outputs(shares, call.top_k)
+    notes = pick.Notes(marks)
     pick.launch_pick_tokens(
-        shares, total, middle, call.top_k, call.lengths, None, picks, cut, plan.pick
+        shares, total, middle, call.top_k, call.lengths, None, picks, cut, plan.pick, notes
     )
     picked = attend.outputs(q, plan.pieces)
     attend.launch_attend_pages(

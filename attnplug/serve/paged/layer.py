@@ -1,6 +1,6 @@
 """One attention layer's work on an engine's pages, for any of its attention backends: which rows a
-method serves, prompts by momo, steps by gather or gvr, and which prompts stream looks on at. It
-knows tensors, and not the engine."""
+method serves, prompts by momo, steps by gather, gvr or sketch, and which prompts stream looks on
+at. It knows tensors, and not the engine."""
 
 import dataclasses
 import itertools
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from attnplug.call import AttentionCall, Edges, LayerShape, PagedCall
+from attnplug.ops.sketch.pages import LayerBasis
 from attnplug.policies import Dense, Phase
 from attnplug.policies.momo import LEAST_CHUNK, Momo
 from attnplug.serve.paged.pages import Pages, contiguous_row
@@ -129,12 +130,13 @@ class ServedLayer:
         device: torch.device,
         index: int = 0,
         why: str = "",
+        basis: LayerBasis | None = None,
     ):
         self.index, self.why = index, why
         self.phases, self.scale, self.softcap, self.sinks = phases, scale, softcap, sinks
         self.state = self.rule = None
         if phases.decode is not None:
-            self.state = LayerState(phases.decode)
+            self.state = LayerState(phases.decode, basis)
             self.rule = phases.decode.row_crossover(device)
         self.prefill_from = 0
         if phases.prefill is not None:
@@ -318,6 +320,11 @@ class ServedLayer:
         return PagedCall(q.unsqueeze(2), pages.k, pages.v, table, lengths, self.scale, **more)
 
     @property
+    def needs_positions(self) -> bool:
+        """Whether the method that decodes codes keys by their positions (`LayerState.code`)."""
+        return self.phases.decode is not None and self.phases.decode.has_model_basis
+
+    @property
     def notes_in_step(self) -> bool:
         """Whether `attend_steps` notes the keys that a step has written, so that nobody else need
         do so."""
@@ -348,7 +355,8 @@ class ServedLayer:
         if fp8:
             bytes_, one = k.to(torch.uint8), torch.ones((), dtype=torch.float32, device=k.device)
             pages = Pages(bytes_, bytes_).in_fp8(*((one, one) if scaled else (None, None)))
-        state: Any = phase.page_state(pages.k)
+        assert self.state is not None  # of a layer that decodes
+        state: Any = phase.page_state(pages.k, self.state.basis)
         q = torch.zeros(rows, heads, head_dim, **place)
         table = torch.zeros(rows, -(-longest // page), dtype=torch.int32, device=k.device)
         lengths = torch.zeros(rows, dtype=torch.int32, device=k.device)
@@ -368,4 +376,7 @@ class ServedLayer:
                 call.slots = None
                 self._run_steps(call, none_far[some], torch.empty_like(q[some]))
         for count in NOTED:  # of a prompt's chunk, beside steps or not
-            phase.note_pages(pages.k, state, nowhere[:count])
+            if phase.has_model_basis:
+                phase.code_pages(pages.k, pages.v, state, nowhere[:count], nowhere[:count])
+            else:
+                phase.note_pages(pages.k, state, nowhere[:count])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from attnplug.errors import ServeError
-from attnplug.policies import Dense, Gather, Gvr, Momo, Phase, Policy, Stream, parse
+from attnplug.policies import Dense, Gather, Gvr, Momo, Phase, Policy, Sketch, Stream, parse
 
 VARIABLE = "ATTNPLUG_POLICY"
 
@@ -30,11 +30,11 @@ class Engine(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """What serves one layer: momo or None for dense prefill, gather, gvr or None for dense
+    """What serves one layer: momo or None for dense prefill, gather, gvr, sketch or None for dense
     decode; and what looks on at its prefill."""
 
     prefill: Momo | None = None
-    decode: Gather | Gvr | None = None
+    decode: Gather | Gvr | Sketch | None = None
     trace: Stream | None = None
 
     @property
@@ -61,7 +61,7 @@ class ServedPolicy:
         return self.whole
 
     @property
-    def decode(self) -> Gather | Gvr | None:
+    def decode(self) -> Gather | Gvr | Sketch | None:
         """The one method that decodes, on some layers at least."""
         found = [phases.decode for phases in self.all_phases if phases.decode is not None]
         return found[0] if found else None
@@ -129,7 +129,7 @@ def phases_of(policy: str, engine: Engine) -> Phases:
     cannot serve, with what to use instead."""
     parsed: Policy = parse(policy)
     prefill, decode, trace = parsed.prefill, parsed.decode, parsed.trace
-    for phase, known in ((prefill, (Dense, Momo)), (decode, (Dense, Gather, Gvr))):
+    for phase, known in ((prefill, (Dense, Momo)), (decode, (Dense, Gather, Gvr, Sketch))):
         assert phase is not None  # filled by Policy
         if type(phase) not in known:
             raise unserved(phase, engine)
@@ -142,11 +142,27 @@ def phases_of(policy: str, engine: Engine) -> Phases:
             f"gather(kv='host') is not served, since {engine.name} owns the pages; use "
             f"{engine.name}'s {engine.offload}, with dense decode"
         )
+    if isinstance(decode, Sketch):
+        _check_sketch(decode, engine)
     return Phases(
         prefill if isinstance(prefill, Momo) else None,
-        decode if isinstance(decode, Gather | Gvr) else None,
+        decode if isinstance(decode, Gather | Gvr | Sketch) else None,
         trace if isinstance(trace, Stream) else None,
     )
+
+
+def _check_sketch(sketch: Sketch, engine: Engine) -> None:
+    """Raise ServeError for options that pages leave no room for."""
+    fixed = {
+        "kv": f"{engine.name} owns the pages; use its {engine.offload}, with dense decode",
+        "bytes": "codes of pages have 32 bytes, or 24 where a head has fewer than 96 channels",
+        "tail": "the rest is always estimated over pages",
+        "audit": "audits look at a cache of transformers",
+    }
+    for option, why in fixed.items():
+        value = getattr(sketch, option)
+        if value != getattr(Sketch, option):
+            raise engine.error(f"sketch({option}={value!r}) is not served: {why}; drop {option}")
 
 
 def fp8_refusal(policy: ServedPolicy) -> str:
@@ -154,8 +170,10 @@ def fp8_refusal(policy: ServedPolicy) -> str:
     decode = policy.decode
     if policy.trace is not None:
         return "stream looks on at keys in 16 bits; drop the trace, or use a cache in 16 bits"
-    if isinstance(decode, Gvr):
-        return "gvr makes its codes of keys in 16 bits; use gather, or a cache in 16 bits"
+    if isinstance(decode, Gvr | Sketch):
+        return (
+            f"{decode.name} makes its codes of keys in 16 bits; use gather, or a cache in 16 bits"
+        )
     if decode is not None and decode.bounds == "exact":
         return "gather's summaries are INT8 codes over fp8 keys; drop bounds='exact'"
     return ""

@@ -7,6 +7,7 @@ import torch
 
 from attnplug.errors import ServeError
 from attnplug.policies import Phase
+from attnplug.serve.paged.pages import Pages
 
 
 class LayerState:
@@ -17,8 +18,8 @@ class LayerState:
     they share, and a key that is written changes that of its page alone.
     """
 
-    def __init__(self, phase: Phase) -> None:
-        self._phase = phase
+    def __init__(self, phase: Phase, basis: Any = None) -> None:
+        self._phase, self.basis = phase, basis
         self._made: Any = None
         self._of: tuple[int, torch.Size] | None = None
         self._reserved: torch.Tensor | None = None
@@ -37,12 +38,17 @@ class LayerState:
                     "server without CUDA graphs and report this"
                 )
             self._reserved = None
-            self._made, self._of = self._phase.page_state(k), place
+            self._made, self._of = self._phase.page_state(k, self.basis), place
         return self._made
 
     def update(self, k: torch.Tensor, slots: torch.Tensor) -> None:
         """Note that the keys at `slots` are written."""
         self._phase.note_pages(k, self.of(k), slots)
+
+    def code(self, pages: Pages, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """`update` of a method that has a basis of the model: the tokens at `slots` have these
+        `positions` in their sequences."""
+        self._phase.code_pages(pages.k, pages.v, self.of(pages.k), slots, positions)
 
 
 def share_of_cache(phase: Phase, head_dim: int, dtype: torch.dtype) -> float:

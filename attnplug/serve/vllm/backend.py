@@ -2,14 +2,14 @@
 
 Rows that no sparse method serves, layers that it cannot serve, and whatever else vLLM does with a
 backend go to FlashAttention as they come. Steps run inside full CUDA graphs, so that which of their
-rows are far, gather's or gvr's, is decided on the device (`RowCrossover`). gather reads the near
-rows of such a step itself. With gvr, and beside prompts, FlashAttention gets the lengths of the
-near rows and 0 for the others, the method the reverse.
+rows are far, and the decode method's, is decided on the device (`RowCrossover`). gather reads the
+near rows of such a step itself. With gvr and sketch, and beside prompts, FlashAttention gets the
+lengths of the near rows and 0 for the others, the method the reverse.
 """
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm import _custom_ops
@@ -34,12 +34,13 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from attnplug.errors import ServeError
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies import Phase
+from attnplug.serve.paged.basis import Positions
 from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.paged.pages import Pages
 from attnplug.serve.paged.rows import Batch, Run, batch_of
+from attnplug.serve.vllm.basis import basis_of, check_basis
 from attnplug.serve.vllm.layout import flash_pages
 from attnplug.serve.vllm.metadata import PlugMetadata
 from attnplug.serve.vllm.options import (
@@ -51,9 +52,6 @@ from attnplug.serve.vllm.options import (
     policy_of,
 )
 from attnplug.serve.vllm.profile import most_rows, prepare
-
-if TYPE_CHECKING:  # writing files needs packages that serving does not
-    from attnplug.serve.vllm.requests import Requests
 
 logger = init_logger("vllm.attnplug")
 
@@ -185,7 +183,11 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             if isinstance(layer.impl, PlugImpl)
         ]
         traced = {layer.index for layer in served if layer.phases.trace is not None}
-        self.requests = _note_traced(self.vllm_config, traced) if traced else None
+        self.requests = None
+        if traced:  # writing files needs packages that serving does not
+            from attnplug.serve.vllm.requests import note_traced
+
+            self.requests = note_traced(self.vllm_config, traced)
         decoding = [layer for layer in served if layer.phases.decode is not None]
         # In steps of so many rows gather serves all rows of its layers, and all layers are its.
         self.rows_whole = min((layer.rows_whole for layer in decoding), default=0)
@@ -201,6 +203,9 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
                 torch.zeros(rows, dtype=torch.bool, device=self.device),
                 self._near,
             )
+            needed = any(layer.needs_positions for layer in served)
+            most = max(rows, self.vllm_config.scheduler_config.max_num_batched_tokens)
+            self._positions = Positions(most, self.device) if needed else None
             if self.use_full_cuda_graph and self.aot_schedule:
                 self._near_schedule = torch.zeros_like(self.scheduler_metadata)
 
@@ -222,6 +227,9 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
         made = PlugMetadata(**vars(built), batch=batch)
         if self.requests is not None:
             made.traced = self.requests.traced(batch)
+        if self.rule is not None and self._positions is not None:
+            rows = common.query_start_loc, common.seq_lens
+            made.positions = self._positions.of(*rows, common.num_actual_tokens)
         if self.rule is None or not batch.steps:
             return made
         # A graph of few rows, in which none can be far, is captured without the method's kernels:
@@ -262,23 +270,9 @@ class PlugBuilder(FlashAttentionMetadataBuilder):
             self.scheduler_metadata = own
 
 
-def _note_traced(config: Any, layers: set[int]) -> "Requests":
-    """What tells of requests, having heard that these layers are traced."""
-    from attnplug.serve.vllm.requests import requests_of
-
-    requests = requests_of(config)
-    if requests is None or requests.traces is None:
-        raise ServeError(
-            "attnplug in vLLM: stream: vLLM has made no logits processors here, which tell whose "
-            "tokens a batch holds; use attnplug.trace.record in transformers"
-        )
-    requests.traces.layers |= layers
-    return requests
-
-
 class PlugImpl(FlashAttentionImpl):
-    """One layer: FlashAttention, with momo for long prompts and gather or gvr for far rows'
-    steps."""
+    """One layer: FlashAttention, with momo for long prompts and the method that decodes for far
+    rows' steps."""
 
     # vLLM then refuses decode context parallelism: older versions by the first of them.
     can_return_lse_for_decode = False
@@ -293,6 +287,8 @@ class PlugImpl(FlashAttentionImpl):
         check_server(self.config, self.policy)
         model = self.config.model_config.dtype
         check_cache(self.kv_cache_dtype, self.policy, model)  # with auto, what the checkpoint says
+        if self.policy.decode is not None and self.policy.decode.has_model_basis:
+            check_basis(self.config)  # before the weights are loaded
         self.profiled, self.fp8 = False, self.kv_cache_dtype in FP8_CACHES
         # FlashAttention reads fp8 keys with fp8 queries, the methods with the model's own. So
         # vLLM's layer, which asks for this now, leaves them alone, and `_flash` quantizes them.
@@ -332,6 +328,7 @@ class PlugImpl(FlashAttentionImpl):
                 sinks=self.sinks,
                 device=device,
                 index=index,
+                basis=basis_of(self.config, phases, layer_name, self.num_kv_heads, device),
             )
         return self._served
 
@@ -348,14 +345,19 @@ class PlugImpl(FlashAttentionImpl):
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         served = self.served(layer.layer_name, key.device)
-        if served.notes_in_step:
-            self._written = slot_mapping  # `forward` comes next, and knows whether steps do it
+        if served.notes_in_step or served.needs_positions:
+            self._written = slot_mapping  # `forward` comes next, and knows of the batch's rows
         elif served.state is not None:
-            self._note(served, layer, kv_cache, slot_mapping)
+            self._note(served, layer, kv_cache, slot_mapping, None)
 
-    def _note(self, served, layer, kv_cache, slots: torch.Tensor | None) -> None:
-        if slots is not None:
-            served.state.update(self._pages(layer, kv_cache).k, slots)
+    def _note(self, served, layer, kv_cache, slots: torch.Tensor | None, m) -> None:
+        if slots is None:
+            return
+        cache = self._pages(layer, kv_cache)
+        if not served.needs_positions:
+            served.state.update(cache.k, slots)
+        elif m is not None:  # else nothing is computed, and nothing was written
+            served.state.code(cache, slots, m.positions[: len(slots)])
 
     def _pages(self, layer, kv_cache) -> Pages:
         found = flash_pages(kv_cache)
@@ -377,13 +379,13 @@ class PlugImpl(FlashAttentionImpl):
         m, (written, self._written) = attn_metadata, (self._written, None)
         scales = output_scale is not None or output_block_scale is not None
         if m is None:
-            self._note(served, layer, kv_cache, written)
+            self._note(served, layer, kv_cache, written, m)
             if kv_cache.numel() == 0:
                 prepare(self, query.dtype, query.device)
             return output.fill_(0)
         plain = scales or not served.phases.sparse or m.causal is not True
-        if plain or m.batch.prompts or m.far is None:
-            self._note(served, layer, kv_cache, written)
+        if plain or m.batch.prompts or m.far is None or served.needs_positions:
+            self._note(served, layer, kv_cache, written, m)
         if plain:
             more = dict(output_scale=output_scale, output_block_scale=output_block_scale)
             self._flash(layer, query, key, value, kv_cache, m, output, **more)

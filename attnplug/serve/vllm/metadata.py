@@ -3,6 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from attnplug.serve.paged.layer import Far
@@ -20,13 +21,15 @@ class PlugMetadata(FlashAttentionMetadata):
     `far` says; both are None where no layer has a method that decodes, and where a batch has no far
     row: because it has too few rows, or prompts besides, so that the host may look at lengths.
     `whole` is None, too, where that method reads the other rows itself.
-    `traced` are the prompts that are recorded.
+    `traced` are the prompts that are recorded. `positions` are those of the batch's tokens in their
+    sequences, where a method asks for them.
     """
 
     batch: Batch = dataclasses.field(default_factory=lambda: batch_of([0], []))
     whole: FlashAttentionMetadata | None = None
     far: Far | None = None
     traced: "tuple[Traced, ...]" = ()
+    positions: torch.Tensor | None = None
     parts: dict[Any, FlashAttentionMetadata] = dataclasses.field(default_factory=dict)
 
     def part(self, first: int, last: int, tokens: slice, longest: int, *, whole: bool = False):

@@ -29,10 +29,9 @@ VLLM = Engine(
     KEY,
     f'add --additional-config.attnplug "momo+gather", or set {VARIABLE}',
     "offload, --kv-offloading-size",
-    "momo for prefill, gather or gvr for decode and stream to trace",
+    "momo for prefill, gather, gvr or sketch for decode and stream to trace",
     {
         "certified": "vLLM's own quantized cache, --kv-cache-dtype fp8, with vLLM's own attention",
-        "sketch": "gather or gvr, whose ops read vLLM's pages",
         "auto": "the methods by name, such as 'momo+gather'",
         "stream": "it as what looks on, such as 'momo+stream'; momo serves prefill",
         "trained": "vLLM's own kernels for models with an indexer, without attnplug",
@@ -171,8 +170,8 @@ def _conflicts(config: "VllmConfig", policy: TracedPolicy) -> list[tuple[bool, s
         ),
         (
             policy.decode is not None and config.kv_transfer_config is not None,
-            "a KV connector fills pages that gather and gvr know nothing of; use 'momo', which "
-            "keeps nothing beside them, or drop the connector",
+            f"a KV connector fills pages that {policy.decode and policy.decode.name} knows nothing "
+            "of; use 'momo', which keeps nothing beside them, or drop the connector",
         ),
         (
             config.speculative_config is not None,

@@ -27,6 +27,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from attnplug.errors import ServeError
 from attnplug.serve.paged.rows import Batch
 from attnplug.serve.vllm import version
 from attnplug.serve.vllm.options import TracedPolicy, policy_of
@@ -41,6 +42,18 @@ _made: "weakref.WeakValueDictionary[int, Requests]" = weakref.WeakValueDictionar
 def requests_of(config: VllmConfig) -> "Requests | None":
     """What tells of the requests of the engine with this configuration, None without the option."""
     return _made.get(id(config))
+
+
+def note_traced(config: VllmConfig, layers: set[int]) -> "Requests":
+    """What tells of requests, having heard that these layers are traced."""
+    requests = requests_of(config)
+    if requests is None or requests.traces is None:
+        raise ServeError(
+            "attnplug in vLLM: stream: vLLM has made no logits processors here, which tell whose "
+            "tokens a batch holds; use attnplug.trace.record in transformers"
+        )
+    requests.traces.layers |= layers
+    return requests
 
 
 class Requests(LogitsProcessor):

@@ -416,3 +416,24 @@ def test_attention_to_picks_has_every_band(device_path):
         assert torch.allclose(
             out[0, heads, 0].double(), exact[:, at].softmax(-1) @ value, atol=1e-5
         )
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_its_lengths():
+    """A graph is captured once, for rows of any length, and so is the chain of launches that the op
+    makes again."""
+    made = Setting([2900, 700], device="cuda")
+    inputs, options = made.inputs(), {"scale": SCALE, "top_k": 60}
+    for _ in range(3):
+        step.sketch_pages(*inputs, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step.sketch_pages(*inputs, **options)
+    for lengths in ([2900, 700], [1500, 0], [2, 650]):
+        inputs[-1].copy_(torch.tensor(lengths))
+        graph.replay()
+        wanted = step.sketch_pages(*inputs, **options)
+        assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
+        cpu = [x.cpu() for x in inputs]
+        reference = step.sketch_pages(*cpu, **options)
+        assert (captured[0].cpu() - reference[0]).abs().max() < 5e-3

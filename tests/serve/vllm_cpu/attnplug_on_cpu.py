@@ -19,13 +19,16 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from attnplug.ops import encode_pages
 from attnplug.ops.gather.block_bounds import frame_of
 from attnplug.ops.gather.page_bounds import rows_of_summaries
 from attnplug.ops.gvr.page_codes import PageCodes
 from attnplug.ops.gvr.score_tokens import quantize_keys
+from attnplug.serve.paged.basis import Positions
 from attnplug.serve.paged.layer import Far, LayerTraits, ServedLayer, phases_for
 from attnplug.serve.paged.pages import contiguous_row
 from attnplug.serve.paged.rows import Batch, Row, batch_of
+from attnplug.serve.vllm.basis import basis_of
 from attnplug.serve.vllm.layout import pages
 from attnplug.serve.vllm.options import check_server, policy_of
 from attnplug.serve.vllm.requests import requests_of
@@ -78,6 +81,7 @@ class Metadata:
     table: torch.Tensor
     slots: torch.Tensor
     traced: tuple
+    positions: torch.Tensor
 
 
 class Builder(AttentionMetadataBuilder):
@@ -104,6 +108,9 @@ class Builder(AttentionMetadataBuilder):
             common.block_table_tensor.clone(),
             common.slot_mapping.clone(),
             () if self.requests is None else self.requests.traced(batch),
+            Positions(4096, torch.device("cpu")).of(
+                common.query_start_loc, common.seq_lens, common.num_actual_tokens
+            ),
         )
 
 
@@ -140,6 +147,9 @@ class Impl(CPUAttentionBackendImpl):
             phases, _ = phases_for(asked, LayerTraits(self.head_size, longest, rows, device))
             more = dict(softcap=float(self.logits_soft_cap), sinks=self.sinks, device=device)
             more |= dict(index=index)
+            more["basis"] = basis_of(
+                self.config, phases, layer.layer_name, self.num_kv_heads, device
+            )
             self._served = ServedLayer(phases, scale=self.scale, **more)
         return self._served
 
@@ -150,7 +160,8 @@ class Impl(CPUAttentionBackendImpl):
         k[slots // page, :, slots % page] = key[:count]
         v[slots // page, :, slots % page] = value[:count]
         served = self.served(layer)
-        if served.state is not None:
+        self.written = slot_mapping
+        if served.state is not None and not served.needs_positions:
             served.state.update(k, slot_mapping)
 
     def forward(
@@ -169,6 +180,8 @@ class Impl(CPUAttentionBackendImpl):
         if m is None:
             return output.fill_(0)
         served, cache = self.served(layer), pages(kv_cache, heads_first=True)
+        if served.needs_positions:
+            served.state.code(cache, self.written, m.positions[: len(self.written)])
         pages_checked = self.check_state(served, cache, m)
         gathers, steps = served.phases.decode is not None, slice(0, m.batch.steps)
         chosen = torch.zeros(m.batch.steps, dtype=torch.bool)
@@ -222,6 +235,8 @@ class Impl(CPUAttentionBackendImpl):
             return 0
         k = cache.k
         state = served.state.of(k)
+        if served.needs_positions:
+            return check_sketch(state, cache, m)
         coded, checked = isinstance(state, PageCodes), 0
         block = 1 if coded else served.phases.decode.block
         for row, seen in enumerate(m.seen):
@@ -248,6 +263,23 @@ class Impl(CPUAttentionBackendImpl):
             assert same, f"a stale state in row {row} of {seen} keys"
             checked += full
         return checked
+
+
+def check_sketch(state, cache, m) -> int:
+    """How many tokens the batch's rows have; each must have the code of its key and position."""
+    checked = 0
+    for row, seen in enumerate(m.seen):
+        at = torch.arange(seen)
+        slots = (
+            m.table[row, at // cache.k.shape[2]].long() * cache.k.shape[2] + at % cache.k.shape[2]
+        )
+        fresh = [torch.full_like(x, 77) for x in state.codes]
+        encode_pages(*cache[:2], state.basis.encoder, state.basis.turns, *fresh, slots, at)
+        place = slots // cache.k.shape[2], slice(None), slots % cache.k.shape[2]
+        same = all(torch.equal(x[place], y[place]) for x, y in zip(state.codes, fresh, strict=True))
+        assert same, f"a stale code in row {row} of {seen} keys"
+        checked += seen
+    return checked
 
 
 def band_of(keys: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from attnplug.ops.common.rows import row_span
 from attnplug.ops.common.softmax import attend_tile
 from attnplug.ops.common.triton import tl, triton
 from attnplug.ops.common.views import begin_of
-from attnplug.ops.sketch.kernels.codes import BLOCK, REACH, in_units, near_block
+from attnplug.ops.sketch.kernels.codes import BINS, BLOCK, REACH, in_units, near_block
 from attnplug.ops.sketch.kernels.encode import store_codes
 from attnplug.ops.sketch.kernels.prepare import PIECE, store_partial
 
@@ -284,12 +284,16 @@ def prepare(
     weights,
     fixed,
     sampled,
+    total,
+    marks,
+    mark_count,
     q_scale,
     scale,
     cap,
     SHAPE: tl.constexpr,
     HALF: tl.constexpr,
     TILE: tl.constexpr,
+    MARKS: tl.constexpr,
     ROLES: tl.constexpr,
     BAND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -299,7 +303,8 @@ def prepare(
     STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One piece of the fixed part, one part of the sample, or the weights of a few bands."""
+    """One piece of the fixed part, one part of the sample, or the weights of a few bands. In the
+    chain the first program also clears the histogram `total` and the `marks` of `pick`."""
     part = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -310,6 +315,14 @@ def prepare(
     r = tl.arange(0, SHAPE.ROWS)
     q_at = q.at + b * q.b + (h * SHAPE.GROUP + r).to(tl.int64)[:, None] * q.h
     MEASURED: tl.constexpr = ROLES.PIECES + ROLES.SAMPLES
+    if part == 0:
+        if total is not None:
+            bins = tl.arange(0, BINS)
+            tl.store(total + place * BINS + bins, tl.zeros([BINS], tl.int32))
+        if marks is not None:
+            i = tl.arange(0, MARKS)
+            mark_at = marks + place * mark_count + i
+            tl.store(mark_at, tl.zeros([MARKS], tl.int64), mask=i < mark_count)
     if part < ROLES.PIECES:
         fixed_attention(
             q_at=q_at,
