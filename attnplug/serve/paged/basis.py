@@ -42,7 +42,7 @@ class Positions:
         """The positions of a batch's first `count` tokens, and anything for others. Row r has the
         tokens `starts[r]` to `starts[r + 1] - 1`, which are the last of its `lengths[r]`. Nothing
         is read on the host."""
-        at = torch.arange(count, device=starts.device)
+        at = torch.arange(count, dtype=starts.dtype, device=starts.device)
         row = torch.searchsorted(starts[1:].contiguous(), at, right=True)
         row = row.clamp(max=len(lengths) - 1)
         self._kept[:count] = lengths[row] - starts[row + 1] + at
