@@ -30,8 +30,10 @@ def bases(backend, monkeypatch):
         place = Place(0, 1, heads, device)
         return None if phases.decode is None else basis_of_rank(made, 0, place, 512)
 
-    monkeypatch.setattr(backend, "basis_of", basis_of)
-    monkeypatch.setattr(backend, "check_basis", lambda config: made)
+    from attnplug.serve.vllm import impl
+
+    monkeypatch.setattr(impl, "basis_of", basis_of)
+    monkeypatch.setattr(impl, "check_basis", lambda config: made)
     return made
 
 
@@ -50,7 +52,7 @@ def test_batches_of_every_mixture_give_attention_and_code_their_keys(backend, mo
         error = (found - layer.exact(batch)).abs().max()
         assert error < 2e-6, f"{batch}: {error}"
         page = layer.impl._pages(layer.layer, layer.cache)
-        state, size = layer.impl._served.state.of(page.k), page.k.shape[2]
+        state, size = layer.impl.serving.state.of(page.k), page.k.shape[2]
         for row, _, last in batch:
             at = torch.arange(last)
             slots = layer.table[row, at // size].long() * size + at % size
@@ -72,3 +74,12 @@ def test_a_server_without_a_basis_says_what_to_run(monkeypatch, tmp_path):
     model = types.SimpleNamespace(model="a/model", hf_text_config=types.SimpleNamespace())
     with pytest.raises(ServeError, match=r"sketch: a/model has no basis; run `attnplug calibrate"):
         basis.check_basis(types.SimpleNamespace(model_config=model))
+
+
+def test_an_engine_on_a_gpu_is_refused(monkeypatch):
+    """Until the kernels over pages have been checked on one."""
+    from attnplug.serve.vllm import basis
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ServeError, match="sketch: its kernels over pages have not been checked on"):
+        basis.check_basis(types.SimpleNamespace())

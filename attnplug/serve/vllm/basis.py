@@ -20,7 +20,13 @@ from attnplug.serve.vllm.options import VLLM
 
 
 def check_basis(config: Any) -> Bases:
-    """The bases of a server's model. Raises ServeError where there are none."""
+    """The bases of a server's model. Raises ServeError where there are none, and on a GPU, which no
+    test of the kernels over pages has run on yet."""
+    if torch.cuda.is_available():
+        raise VLLM.error(
+            "sketch: its kernels over pages have not been checked on a GPU yet, so that only engines "
+            "on a CPU run them; gather and gvr serve on a GPU"
+        )
     model = config.model_config
     return _bases(model.model, rope_of(model.hf_text_config))
 

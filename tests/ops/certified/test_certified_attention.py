@@ -166,7 +166,10 @@ def test_left_padding_does_not_change_a_row(device_path):
         if name == "bounds":
             torch.testing.assert_close(a[..., 2], b[..., 2], rtol=0.02, atol=0)
             a, b = a[..., kept], b[..., kept]
-        assert (a - b).abs().max() < 2e-5, name
+        if name == "layer":  # sums of bounds with their E_round
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0)
+        else:
+            assert (a - b).abs().max() < 2e-5, name
 
 
 # --- the ladder: each rung is reached and does its work ---------------------------------------

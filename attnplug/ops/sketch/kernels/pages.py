@@ -149,8 +149,8 @@ def fixed_attention(
     k_at, v_at = begin_of(cache, 0, h)
     query = tl.load(q_at + d[None, :], mask=in_group[:, None] & in_width[None, :], other=0.0)
     top = tl.full([SHAPE.ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([SHAPE.ROWS], tl.float32)
-    acc = tl.zeros([SHAPE.ROWS, SHAPE.DP], tl.float32)
+    total = tl.full([SHAPE.ROWS], 0.0, tl.float32)
+    acc = tl.full([SHAPE.ROWS, SHAPE.DP], 0.0, tl.float32)
     for i in tl.range(0, PIECE // TILE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         slot = piece * PIECE + i * TILE + tl.arange(0, TILE)
         at = slot + tl.where(slot < BLOCK, 0, (near_block(length, 0) - 1) * BLOCK)
@@ -192,10 +192,10 @@ def sample_sums(
     k_at, v_at = begin_of(cache, 0, h)
     query = tl.load(q_at + d[None, :], mask=in_group[:, None] & in_width[None, :], other=0.0)
     candidates = ((near_block(length, 0) - 1) * BLOCK).to(tl.int64)
-    one = tl.zeros([SHAPE.ROWS], tl.float32)
-    two = tl.zeros([SHAPE.ROWS], tl.float32)
-    along = tl.zeros([SHAPE.ROWS, SHAPE.DP], tl.float32)
-    total = tl.zeros([SHAPE.DP], tl.float32)
+    one = tl.full([SHAPE.ROWS], 0.0, tl.float32)
+    two = tl.full([SHAPE.ROWS], 0.0, tl.float32)
+    along = tl.full([SHAPE.ROWS, SHAPE.DP], 0.0, tl.float32)
+    total = tl.full([SHAPE.DP], 0.0, tl.float32)
     EACH: tl.constexpr = SAMPLE // SAMPLES
     for i in tl.range(0, EACH // TILE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         j = part * EACH + i * TILE + tl.arange(0, TILE)

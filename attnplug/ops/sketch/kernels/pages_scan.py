@@ -139,8 +139,8 @@ def scan(
         tl.store(own_estimate + 1, tl.zeros([HEADS], tl.float32), mask=in_group)
         tl.store(own_estimate + 2, mean, mask=in_group)
         tl.store(own_estimate + 3, tl.sqrt(variance), mask=in_group)
-        total = tl.zeros([SHAPE.DP], tl.float32)
-        along = tl.zeros([HEADS, SHAPE.DP], tl.float32)
+        total = tl.full([SHAPE.DP], 0.0, tl.float32)
+        along = tl.full([HEADS, SHAPE.DP], 0.0, tl.float32)
         for i in range(SAMPLES):
             at_v = sampled.totals + (place * SAMPLES + i) * D + d
             total += tl.load(at_v, mask=d < D, other=0.0)
