@@ -56,7 +56,7 @@ class Trained(Phase):
         index: in what the cache keeps the keys of an indexer that scores tokens. "model": in the
             model's dtype, as transformers does, so that the picks are the model's own. "fp8": in
             float8_e4m3fn with a factor for each key, as DeepSeek's own code does: half of the
-            bytes that a step scores, and a few other picks. Indexers of blocks, of pools and of
+            memory, longer steps, and a few other picks. Indexers of blocks, of pools and of
             compressed keys keep theirs as they are.
     """
 
