@@ -24,8 +24,8 @@ def check_basis(config: Any) -> Bases:
     test of the kernels over pages has run on yet."""
     if torch.cuda.is_available():
         raise VLLM.error(
-            "sketch: its kernels over pages have not been checked on a GPU yet, and only engines on a "
-            "CPU run them; take gather or gvr"
+            "sketch: its kernels over pages have not been checked on a GPU yet, and only engines "
+            "on a CPU run them; take gather or gvr"
         )
     model = config.model_config
     return _bases(model.model, rope_of(model.hf_text_config))
