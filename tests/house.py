@@ -212,6 +212,26 @@ def defaults(house: House) -> list[str]:
     return found
 
 
+def fields_of_shapes(house: House) -> list[str]:
+    """Where a kernel's function asks `tl.zeros` for a shape with a field of one of its arguments,
+    such as `[SHAPE.ROWS]`. In a function that another one calls, Triton 3.6 takes that number for
+    no constant, and does not compile it; `tl.full` takes it."""
+    found = []
+    for module, path in house.files.items():
+        for function in ast.walk(house.tree(module)):
+            if not isinstance(function, ast.FunctionDef) or not function.decorator_list:
+                continue
+            own = {argument.arg for argument in function.args.args}
+            for call in ast.walk(function):
+                zeros = isinstance(call, ast.Call) and ast.unparse(call.func) == "tl.zeros"
+                if zeros and any(
+                    isinstance(x, ast.Attribute) and getattr(x.value, "id", None) in own
+                    for x in ast.walk(call.args[0])
+                ):
+                    found.append(f"{path.name}:{call.lineno}")
+    return found
+
+
 def share(found: list[Launch]) -> float:
     """The share of launch arguments that are positional."""
     return sum(launch.positional for launch in found) / max(1, sum(x.arguments for x in found))

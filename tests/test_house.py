@@ -58,6 +58,13 @@ def test_tensors_take_no_defaults_of_the_user():
     assert source.defaults(HOUSE) == [], "pass device and dtype"
 
 
+def test_shapes_of_zeros_compile_with_the_oldest_triton(tmp_path):
+    assert source.fields_of_shapes(HOUSE) == []
+    text = "@triton.jit\ndef f(SHAPE, n):\n    return tl.zeros([n, {}], tl.float32)\n"
+    small = built(tmp_path, a=text.format("SHAPE.ROWS"), b=text.format("TABLE.ROWS"))
+    assert source.fields_of_shapes(small) == ["a.py:3"]
+
+
 def test_files_are_of_readable_length():
     found = source.long_files(HOUSE)
     assert found == [], f"split it, or write why at its head ({source.REASON!r} ...)"
