@@ -225,7 +225,9 @@ def fields_of_shapes(house: House) -> list[str]:
             for call in ast.walk(function):
                 zeros = isinstance(call, ast.Call) and ast.unparse(call.func) == "tl.zeros"
                 if zeros and any(
-                    isinstance(x, ast.Attribute) and getattr(x.value, "id", None) in own
+                    isinstance(x, ast.Attribute)
+                    and x.attr != "shape"  # a tensor's
+                    and getattr(x.value, "id", None) in own
                     for x in ast.walk(call.args[0])
                 ):
                     found.append(f"{path.name}:{call.lineno}")
