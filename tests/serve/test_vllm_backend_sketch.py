@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture
 def bases(backend, monkeypatch):
     """A basis of the model, without a model."""
+    from attnplug.serve.vllm import impl
+
     eye = torch.eye(WIDTH).double()
     pairs = (eye.expand(n, -1, -1) for n in (KV_HEADS, HEADS))
     moments = Moments(torch.zeros(KV_HEADS, WIDTH).double(), *pairs)
@@ -30,8 +32,8 @@ def bases(backend, monkeypatch):
         place = Place(0, 1, heads, device)
         return None if phases.decode is None else basis_of_rank(made, 0, place, 512)
 
-    monkeypatch.setattr(backend, "basis_of", basis_of)
-    monkeypatch.setattr(backend, "check_basis", lambda config: made)
+    monkeypatch.setattr(impl, "basis_of", basis_of)
+    monkeypatch.setattr(impl, "check_basis", lambda config: made)
     return made
 
 
@@ -50,7 +52,7 @@ def test_batches_of_every_mixture_give_attention_and_code_their_keys(backend, mo
         error = (found - layer.exact(batch)).abs().max()
         assert error < 2e-6, f"{batch}: {error}"
         page = layer.impl._pages(layer.layer, layer.cache)
-        state, size = layer.impl._served.state.of(page.k), page.k.shape[2]
+        state, size = layer.impl.serving.state.of(page.k), page.k.shape[2]
         for row, _, last in batch:
             at = torch.arange(last)
             slots = layer.table[row, at // size].long() * size + at % size
