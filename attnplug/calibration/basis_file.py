@@ -207,6 +207,13 @@ def find(folder: Path, rope: str, name: str) -> Bases:
     path = path_of(weights, rope)
     if path.exists():
         return read(path, weights, rope)
-    others = any(folder_of_bases().glob(f"{weights}-*.safetensors"))
-    why = "only one for another rope" if others else "none in attnplug's cache folder"
-    raise FileError(f"{name} has no basis ({why}); run `attnplug calibrate {name}` once")
+    if any(folder_of_bases().glob(f"{weights}-*.safetensors")):
+        raise FileError(
+            f"{name} has a basis only for another rope: `attnplug calibrate` takes the rope that "
+            "config.json in a checkpoint's folder says. Write the rope that you serve there, "
+            "calibrate that folder, and serve it without changes to its config"
+        )
+    raise FileError(
+        f"{name} has no basis (none in attnplug's cache folder); run `attnplug calibrate {name}` "
+        "once"
+    )
