@@ -71,6 +71,13 @@ def test_a_server_without_a_basis_says_what_to_run(monkeypatch, tmp_path):
 
     monkeypatch.setattr(basis, "find", none)
     monkeypatch.setattr(basis, "checkpoint_folder", lambda name: tmp_path)
-    model = types.SimpleNamespace(model="a/model", hf_text_config=types.SimpleNamespace())
+    facts = {"hf_text_config": types.SimpleNamespace(), "revision": None}
+    model = types.SimpleNamespace(model="a/model", **facts)
     with pytest.raises(ServeError, match=r"sketch: a/model has no basis; run `attnplug calibrate"):
+        basis.check_basis(types.SimpleNamespace(model_config=model))
+    model.revision = "v2"  # whose weights may be others than those that were calibrated
+    with pytest.raises(ServeError, match="--revision v2: .*give its folder to both commands"):
+        basis.check_basis(types.SimpleNamespace(model_config=model))
+    model.model = str(tmp_path)
+    with pytest.raises(ServeError, match="has no basis"):
         basis.check_basis(types.SimpleNamespace(model_config=model))
