@@ -76,7 +76,7 @@ def test_a_server_without_a_basis_says_what_to_run(monkeypatch, tmp_path):
     with pytest.raises(ServeError, match=r"sketch: a/model has no basis; run `attnplug calibrate"):
         basis.check_basis(types.SimpleNamespace(model_config=model))
     model.revision = "v2"  # whose weights may be others than those that were calibrated
-    with pytest.raises(ServeError, match="--revision v2: .*give its folder to both commands"):
+    with pytest.raises(ServeError, match=r"--revision v2: .*give its folder to both commands"):
         basis.check_basis(types.SimpleNamespace(model_config=model))
     model.model = str(tmp_path)
     with pytest.raises(ServeError, match="has no basis"):
