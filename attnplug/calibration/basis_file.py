@@ -46,7 +46,10 @@ def weights_of(folder: Path) -> str:
     Raises FileError where the folder has no safetensors files, or damaged ones."""
     parts = sorted(folder.glob("*.safetensors"))
     if not parts:
-        raise FileError(f"{folder} has no *.safetensors files, by which a basis knows its model")
+        raise FileError(
+            f"{folder} has no *.safetensors files, by which a basis knows its model; download all "
+            "of it first, as `hf download` does"
+        )
     found: list[tuple[str, str]] = []
     for part in parts:
         with files.reading(part, "weights"):
