@@ -46,7 +46,10 @@ def weights_of(folder: Path) -> str:
     Raises FileError where the folder has no safetensors files, or damaged ones."""
     parts = sorted(folder.glob("*.safetensors"))
     if not parts:
-        raise FileError(f"{folder} has no *.safetensors files, by which a basis knows its model")
+        raise FileError(
+            f"{folder} has no *.safetensors files, by which a basis knows its model; download all "
+            "of it first, as `hf download` does"
+        )
     found: list[tuple[str, str]] = []
     for part in parts:
         with files.reading(part, "weights"):
@@ -207,6 +210,13 @@ def find(folder: Path, rope: str, name: str) -> Bases:
     path = path_of(weights, rope)
     if path.exists():
         return read(path, weights, rope)
-    others = any(folder_of_bases().glob(f"{weights}-*.safetensors"))
-    why = "only one for another rope" if others else "none in attnplug's cache folder"
-    raise FileError(f"{name} has no basis ({why}); run `attnplug calibrate {name}` once")
+    if any(folder_of_bases().glob(f"{weights}-*.safetensors")):
+        raise FileError(
+            f"{name} has a basis only for another rope: `attnplug calibrate` takes the rope that "
+            "config.json in a checkpoint's folder says. Write the rope that you serve there, "
+            "calibrate that folder, and serve it without changes to its config"
+        )
+    raise FileError(
+        f"{name} has no basis (none in attnplug's cache folder); run `attnplug calibrate {name}` "
+        "once"
+    )

@@ -16,7 +16,7 @@ from attnplug.ops.sketch.model_basis import Moments, turn
 from attnplug.ops.sketch.state import BLOCK
 from attnplug.policies import Dense, Phase, Policy
 
-PROBE = "sketch(bytes=16, min_tokens=0)"  # which layers sketch serves, whatever their width
+PROBE = "sketch(bytes=24, min_tokens=0)"  # which layers sketch serves by the smaller of its codes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,6 +142,10 @@ class Phase:
         then does), or None."""
         return "needs rows of a cache of its own"
 
+    def for_requests(self, longest: int) -> "Phase":
+        """This method over an engine's pages, whose requests have up to `longest` tokens."""
+        return self
+
     def page_state(self, k: torch.Tensor, basis: Any = None) -> Any:
         """What this method keeps beside one layer's pages `k [pages,Hkv,page,D]`, or None. `basis`
         is the layer's, where the method has one of the model (`has_model_basis`)."""

@@ -194,6 +194,11 @@ class Sketch(DenseBelow):
             layer.cumulative_length.add_(1)
         return out
 
+    def for_requests(self, longest: int) -> "Sketch":
+        """With as many picks as the longest has, which every row reads: its crossovers then count
+        them."""
+        return dataclasses.replace(self, k=self.picks(longest))
+
     def page_state(self, k: torch.Tensor, basis: LayerBasis | None = None) -> SketchedPages:
         """Codes by physical slot, so that requests share them as they share pages. Without a basis
         they say what they take."""

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from attnplug import Gather, Gvr, Momo
+from attnplug import Gather, Gvr, Momo, Sketch
 from attnplug.ops import (
     dense_decode,
     gather_attention,
@@ -381,3 +381,13 @@ def test_batches_of_few_rows_need_no_other_attention_where_gather_reads_near_row
     whole, _ = dense_decode(q.unsqueeze(2), cache.k, cache.v, scale=0.125, **rows)
     want = whole[1:, :, 0] if most == 3 else torch.full_like(q[1:], 5.0)
     assert torch.equal(out[1:], want)
+
+
+@pytest.mark.parametrize("longest, picks", [(131_072, 16_384), (32_768, 4096), (16_384, 2048)])
+def test_rows_of_sketch_are_far_by_the_tokens_that_they_pick(longest, picks):
+    """Each row picks an eighth of the longest: below that many tokens it would read all of them,
+    and their codes besides."""
+    traits = LayerTraits(head_dim=64, longest=longest, rows=99, device=torch.device("cuda"))
+    found = phases_for(Phases(decode=Sketch()), traits)[0].decode
+    assert found == Sketch(k=picks)
+    assert found.row_crossover(traits.device).row == 5 * (640 + picks)

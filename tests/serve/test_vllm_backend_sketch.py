@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture
 def bases(backend, monkeypatch):
     """A basis of the model, without a model."""
+    from attnplug.serve.vllm import impl
+
     eye = torch.eye(WIDTH).double()
     pairs = (eye.expand(n, -1, -1) for n in (KV_HEADS, HEADS))
     moments = Moments(torch.zeros(KV_HEADS, WIDTH).double(), *pairs)
@@ -29,8 +31,6 @@ def bases(backend, monkeypatch):
     def basis_of(config, phases, layer_name, heads, device):
         place = Place(0, 1, heads, device)
         return None if phases.decode is None else basis_of_rank(made, 0, place, 512)
-
-    from attnplug.serve.vllm import impl
 
     monkeypatch.setattr(impl, "basis_of", basis_of)
     monkeypatch.setattr(impl, "check_basis", lambda config: made)
@@ -71,8 +71,15 @@ def test_a_server_without_a_basis_says_what_to_run(monkeypatch, tmp_path):
 
     monkeypatch.setattr(basis, "find", none)
     monkeypatch.setattr(basis, "checkpoint_folder", lambda name: tmp_path)
-    model = types.SimpleNamespace(model="a/model", hf_text_config=types.SimpleNamespace())
+    facts = {"hf_text_config": types.SimpleNamespace(), "revision": None}
+    model = types.SimpleNamespace(model="a/model", **facts)
     with pytest.raises(ServeError, match=r"sketch: a/model has no basis; run `attnplug calibrate"):
+        basis.check_basis(types.SimpleNamespace(model_config=model))
+    model.revision = "v2"  # whose weights may be others than those that were calibrated
+    with pytest.raises(ServeError, match=r"--revision v2: .*give its folder to both commands"):
+        basis.check_basis(types.SimpleNamespace(model_config=model))
+    model.model = str(tmp_path)
+    with pytest.raises(ServeError, match="has no basis"):
         basis.check_basis(types.SimpleNamespace(model_config=model))
 
 

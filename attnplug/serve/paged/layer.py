@@ -56,6 +56,7 @@ def phases_for(asked: Phases, traits: LayerTraits) -> tuple[Phases, str]:
             reasons.append(refusal)
             continue
         if slot == "decode":
+            phase = phase.for_requests(traits.longest)
             alone = phase.crossover(traits.device)
             served = phase.row_crossover(traits.device).reachable(traits.rows, traits.longest)
         else:

@@ -150,6 +150,7 @@ def _decode_phase() -> Phase | None:
     if phase is None:
         return None
     rows, longest = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+    phase = phase.for_requests(longest)
     rule = phase.row_crossover(torch.device("cuda"))  # vLLM's CPU platform asks nobody here
     return phase if rule.reachable(rows, longest) else None
 

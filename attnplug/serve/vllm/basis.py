@@ -1,6 +1,7 @@
 """The basis of the model that a server runs, for methods that code its pages by it."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,19 @@ from attnplug.serve.vllm.options import VLLM
 
 
 def check_basis(config: Any) -> Bases:
-    """The bases of a server's model. Raises ServeError where there are none, and on a GPU, which no
-    test of the kernels over pages has run on yet."""
+    """The bases of a server's model. Raises ServeError where there are none, where it cannot be told
+    whose they are, and on a GPU, which no test of the kernels over pages has run on yet."""
     if torch.cuda.is_available():
         raise VLLM.error(
             "sketch: its kernels over pages have not been checked on a GPU yet, and only engines "
             "on a CPU run them; take gather or gvr"
         )
     model = config.model_config
+    if model.revision is not None and not Path(model.model).is_dir():
+        raise VLLM.error(
+            f"sketch: --revision {model.revision}: `attnplug calibrate` reads a model's default "
+            "revision; download yours, and give its folder to both commands"
+        )
     return _bases(model.model, rope_of(model.hf_text_config))
 
 
