@@ -21,7 +21,7 @@ from attnplug.serve.vllm.options import VLLM
 
 
 def check_basis(config: Any) -> Bases:
-    """The bases of a server's model. Raises ServeError where there are none, where it cannot be told
+    """The bases of a server's model. Raises ServeError where there are none, where nobody can tell
     whose they are, and on a GPU, which no test of the kernels over pages has run on yet."""
     if torch.cuda.is_available():
         raise VLLM.error(
