@@ -179,7 +179,8 @@ class LatentCall:
     picks `[B,S,K]` int32 are the tokens that each query reads, -1 for none, `PickedEntries` where
     latents are entries and a window, or None where it reads all that it sees. sinks
     `[Hq]`, lengths `[1]` and key_mask `[B,T]` are as in `AttentionCall`. A method returns
-    `[B,S,Hq,Dv]`, and leaves its name in `served_by`.
+    `[B,S,Hq,Dv]`, and leaves its name in `served_by`, and in `why_other` what it could not do as
+    it was asked to. state is the layer's static cache, or None.
     """
 
     q: torch.Tensor
@@ -191,7 +192,9 @@ class LatentCall:
     sinks: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
     key_mask: torch.Tensor | None = None
+    state: "StaticLayer | None" = None
     served_by: str = ""
+    why_other: str = ""
 
     @property
     def whole(self) -> bool:
@@ -312,7 +315,8 @@ class EdgeWriter(Protocol):
 
 
 class Served(NamedTuple):
-    """The method that has served a layer, and why it was dense in another one's place."""
+    """The method that has served a layer, and why it was dense in another one's place, or did
+    otherwise than it was asked to."""
 
     by: str
     why: str = ""

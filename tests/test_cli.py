@@ -367,6 +367,17 @@ def test_a_trace_of_more_steps_than_the_model_reads_is_refused(tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("steps, told", [(0, "8,193"), (3, "8,195")])
+def test_a_trace_of_more_text_than_the_model_reads_is_refused(tmp_path, steps, told):
+    """Where positions are learned it was an IndexError; a rope turned keys as no training did."""
+    text, out = tmp_path / "text.txt", tmp_path / "run.parquet"
+    text.write_text(" a" * 8193)
+    words = ("--file", str(text), "--new-tokens", str(steps), "--out", str(out))
+    result = run("trace", "smollm2-135m", *words)
+    assert result.exit_code == 1 and f"the text and its steps have {told} tokens" in result.stderr
+    assert "cut the text by --max-tokens" in result.stderr and not out.exists()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 @pytest.mark.parametrize("words", [[], ["--version"], ["plan", "smollm2-135m", "--json"]])
 def test_a_full_output_is_one_line(words):

@@ -284,9 +284,10 @@ def attend_indexed(
         sinks=s_aux,
         lengths=lengths,
         key_mask=key_mask(attention_mask, len(key), key.shape[2]),
+        state=state if isinstance(state, StaticLayer) else None,
     )
     out = policy.attend_latents(call)
-    binding.note_served(query.shape[2], Served(call.served_by), state)
+    binding.note_served(query.shape[2], Served(call.served_by, call.why_other), state)
     return out, None
 
 

@@ -36,6 +36,7 @@ from safetensors import SafetensorError
 from attnplug import files
 from attnplug.errors import WeightsUnavailableError, first_line
 from attnplug.extras import require
+from attnplug.models.checkpoint import check_generation_config, check_vocabulary
 from attnplug.models.device import default_device, read_device
 from attnplug.models.hub import hub_answers
 from attnplug.models.variants import VARIANTS
@@ -118,7 +119,7 @@ def load(
     variant = VARIANTS.get(name)
     with _quiet_transformers():
         try:
-            _check_generation_config(Path(source))
+            check_generation_config(Path(source))
             tokenizer = AutoTokenizer.from_pretrained(
                 source, padding_side="left", local_files_only=local
             )
@@ -127,6 +128,7 @@ def load(
                 if variant is None
                 else variant.load(Path(source), dtype)
             )
+            check_vocabulary(model, tokenizer)
         except damaged() as error:
             if _base(name) in WEIGHTS:
                 raise WeightsUnavailableError(
@@ -139,14 +141,6 @@ def load(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.to(device).eval(), tokenizer
-
-
-def _check_generation_config(folder: Path) -> None:
-    """Raise ValueError where a checkpoint's is damaged: transformers does without it then, and the
-    model has no tokens that end an answer."""
-    path = folder / "generation_config.json"
-    if path.exists() and not isinstance(files.json_of(files.read_bytes(path)), dict):
-        raise ValueError(f"{path.name} is no JSON object")
 
 
 def text_config(model: str) -> Any:

@@ -39,6 +39,9 @@ from attnplug.policies._indexed_layer import IndexedLayer
 from attnplug.policies.base import Phase
 
 INDEXES = ("model", "fp8")
+WIDE = (
+    "its index keys were in the model's dtype, not in fp8: make the cache with attnplug.make_cache"
+)
 SLAB = 4096  # queries whose latents are there at a time: `[4096,Hq,R]`, 0.5 GiB for 128 heads
 LISTS = 64 << 20  # bytes of lists of picked tokens that are there at a time
 PROGRAMS = 65535  # of queries and KV heads: CUDA starts no more along a grid's second dimension
@@ -57,7 +60,8 @@ class Trained(Phase):
             model's dtype, as transformers does, so that the picks are the model's own. "fp8": in
             float8_e4m3fn with a factor for each key, as DeepSeek's own code does: half of the
             memory, longer steps, and a few other picks. Indexers of blocks, of pools and of
-            compressed keys keep theirs as they are.
+            compressed keys keep theirs as they are, and so do calls without a cache, or with
+            one that attnplug did not make: `report(model).last` says so.
     """
 
     index: str = "model"
@@ -110,6 +114,9 @@ class Trained(Phase):
 
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
         call.served_by, slab = self.name, SLAB
+        of_tokens = isinstance(call.picks, torch.Tensor)
+        if of_tokens and self.index == "fp8" and not getattr(call.state, "in_fp8", False):
+            call.why_other = WIDE
         if isinstance(call.picks, PickedEntries):
             slab = max(1, min(SLAB, LISTS // (8 * len(call.q) * call.picks.most)))
         return attend_absorbed(call, slab)

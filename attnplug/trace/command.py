@@ -101,7 +101,7 @@ def run(
 ) -> Outcome:
     """Trace `model` on `text` to `out`, with `new_tokens` greedy steps after it; `compare` runs it
     untraced first. Raises ArgumentError for an empty text, a folder that is not there, and a
-    number of tokens that is negative, or of steps that is more than the model reads."""
+    number of tokens that is negative, or more than the model reads."""
     for option, value in (("max_tokens", max_tokens), ("new_tokens", new_tokens)):
         if value < 0:
             raise ArgumentError(f"{option} is {value}, needs at least 0")
@@ -117,6 +117,12 @@ def run(
     most = positions(network.config)
     if most and new_tokens > most:
         raise ArgumentError(f"new_tokens is {new_tokens}, and the model reads at most {most:,}")
+    asked = ids.shape[1] + max(new_tokens - 1, 0)  # nobody reads the last one
+    if most and asked > most:
+        raise ArgumentError(
+            f"the text and its steps have {asked:,} tokens, and the model reads at most {most:,}; "
+            "cut the text by --max-tokens"
+        )
     with api.applied(network, policy), torch.inference_mode():
         untraced = _timed(network, ids, new_tokens) if compare else None
         seconds = _record(network, tokenizer, ids, out, Path(model).name, new_tokens, console)

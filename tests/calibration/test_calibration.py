@@ -14,7 +14,13 @@ import pytest
 import torch
 from real_models import real_folder, real_model
 from safetensors.torch import load_file, save, save_file
-from transformers import CohereConfig, CohereForCausalLM, LlamaConfig
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+)
 from typer.testing import CliRunner
 
 from attnplug.calibration import basis_file, command, texts
@@ -117,6 +123,36 @@ def test_what_cannot_be_measured_is_refused():
         narrow = tiny_model(head_dim=head_dim)
         with pytest.raises(UnsupportedModelError, match="sketch serves no layer of this model"):
             measure(narrow, [[1] * 300])
+
+
+def letters(text: str, **_) -> types.SimpleNamespace:
+    """A tokenizer that takes each letter for a token."""
+    return types.SimpleNamespace(input_ids=[3 + ord(x) % 90 for x in text])
+
+
+@pytest.mark.parametrize("kind", ["learned positions", "rope"])
+def test_no_text_is_longer_than_the_model_reads(kind):
+    """Learned positions have no more rows; a rope would turn keys as the model never saw them."""
+    if kind == "rope":
+        model, longest = tiny_model(), []
+        model.config.max_position_embeddings = 300
+    else:
+        sizes = {"vocab_size": 99, "n_positions": 300, "n_embd": 128, "n_layer": 1, "n_head": 2}
+        ids = {"bos_token_id": 1, "eos_token_id": 1}
+        model, longest = GPT2LMHeadModel(GPT2Config(**sizes, **ids)).eval(), []
+    model.base_model.register_forward_pre_hook(lambda _, args: longest.append(args[0].shape[1]))
+    bases, read = command.make(model, letters, "0" * 16)
+    assert bases.layers and max(longest) == 300 and read == 8 * 300
+    model.config.max_position_embeddings = 128
+    with pytest.raises(UnsupportedModelError, match="reads 128 tokens at most"):
+        command.make(model, letters, "0" * 16)
+
+
+def test_a_model_whose_keys_are_not_finite_has_no_basis():
+    model = tiny_model()
+    model.model.layers[1].self_attn.k_proj.weight.data[0] = torch.nan
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 of this model .* not finite"):
+        command.make(model, letters, "0" * 16, 300)
 
 
 def test_there_are_eight_kinds_of_text():

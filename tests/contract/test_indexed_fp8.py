@@ -11,6 +11,7 @@ from attnplug.errors import PolicyError
 from attnplug.models.names import CACHE
 from attnplug.policies import Trained
 from attnplug.policies._indexed_layer import IndexedLayer
+from attnplug.policies.trained import WIDE
 
 MADE = models()
 TOKENS = [name for name in MADE if name.startswith(("deepseek_v32", "glm_moe_dsa", "hy_v4"))]
@@ -159,6 +160,30 @@ def test_generate_and_masks_of_the_users_own():
         assert torch.equal(step[:, -1].argmax(-1), tokens[:, 31])
     wanted = model(ids[:1, :few], attention_mask=mask).logits
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+
+
+def last_of(model) -> set[str]:
+    return {text for each in attnplug.report(model).last for text in (each.prefill, each.decode)}
+
+
+@pytest.mark.parametrize("name", [TOKENS[0]] + [n for n in MADE if n.startswith("deepseek_v4-0")])
+@torch.no_grad()
+def test_the_last_call_says_where_keys_were_not_rounded(name):
+    """Over a cache of transformers' own, and without any; never where the cache is attnplug's, of a
+    policy without the option, or of entries, which are not concerned."""
+    model, ids = MADE[name](), ids_of()
+    own = {"trained"} if name.startswith("deepseek_v4") else {f"trained ({WIDE})"}
+    for policy, others in (("trained", {"trained"}), (FP8, own)):
+        with attnplug.applied(model, policy):
+            model(ids, use_cache=False)
+            assert last_of(model) == {*others, ""}
+            cache = caches.DynamicCache(config=model.config)
+            model.generate(ids, max_new_tokens=3, **{CACHE: cache})
+            assert last_of(model) == others
+            model.generate(ids, max_new_tokens=3)
+            assert last_of(model) == {"trained"}
+            model(ids, use_cache=True, **{CACHE: attnplug.make_cache(model, 40)})
+            assert last_of(model) == {"trained", ""}
 
 
 def test_a_key_of_zeros_and_one_of_nan():

@@ -12,8 +12,9 @@ import pytest
 import tokenizers
 import torch
 from full_disk import file_size_limit
+from real_models import real_folder
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from attnplug import files
 from attnplug.bench.command import heads_of
@@ -132,6 +133,20 @@ def test_a_config_that_is_none_is_one_clear_error(tmp_path, config):
         heads_of(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightsUnavailableError, match="no model could be loaded"):
+        pretrained.load(str(tmp_path), device="cpu")
+
+
+def test_the_tokenizer_of_another_model_is_one_clear_error(tmp_path):
+    """Not an IndexError in the middle of the work; a token that was added beside the model's is
+    nobody's mistake."""
+    tokenizer = AutoTokenizer.from_pretrained(real_folder(NAME))
+    known = tokenizer.vocab_size
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model(vocab_size=known).save_pretrained(tmp_path)
+    assert len(pretrained.load(str(tmp_path), device="cpu")[1]) == known + 1
+    tiny_model(vocab_size=known - 1).save_pretrained(tmp_path)
+    with pytest.raises(WeightsUnavailableError, match="49,152 tokens and the model knows 49,151"):
         pretrained.load(str(tmp_path), device="cpu")
 
 
