@@ -223,12 +223,12 @@ def _query_moment(cov_k, queries):
 
 
 def weighed(cov_k: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-    """The second moments of a group's queries `[..., G, D, D]` as one `[..., D, D]`, each head's by
-    how much its scores vary with keys of covariance `cov_k`, or the heads with long queries would
-    decide alone; the identity where all are 0."""
-    variance = torch.einsum("...gde,...ed->...g", moments, cov_k)
+    """The second moments of a group's queries `[B, Hkv, G, D, D]` as one `[B, Hkv, D, D]`, each
+    head's by how much its scores vary with keys of covariance `cov_k`, or the heads with long
+    queries would decide alone; the identity where all are 0."""
+    variance = torch.einsum("bhgde,bhed->bhg", moments, cov_k)
     largest = variance.amax(-1, keepdim=True).clamp(min=1e-30)
-    c = (moments / torch.maximum(variance, 1e-12 * largest)[..., None, None]).sum(-3)
+    c = (moments / torch.maximum(variance, 1e-12 * largest)[..., None, None]).sum(2)
     mean = c.diagonal(dim1=-2, dim2=-1).mean(-1)
     plain = (mean > 0) & mean.isfinite()
     eye = torch.eye(c.shape[-1], dtype=torch.float64, device=c.device)

@@ -77,7 +77,7 @@ def fit_model_basis(
     k_mean = pairs.mean_turned(moments.k_mean, BAND)
     cov_k = pairs.pairs_turned(moments.k_pairs, BAND) - k_mean[:, :, None] * k_mean[:, None]
     asked = pairs.pairs_turned(moments.q_pairs, SPAN).unflatten(0, (heads, groups))
-    a, b, deviation = directions(cov_k, weighed(cov_k, asked), len(code.most), RIDGE)
+    a, b, deviation = directions(cov_k, weighed(cov_k[None], asked[None])[0], len(code.most), RIDGE)
     level, step = -code.clip * deviation, 2 * code.clip * deviation / code.most
     encoder = a / step[:, None]
     bias = -(k_mean[:, None] @ encoder)[:, 0] - level / step
