@@ -311,7 +311,8 @@ def test_every_device_option_is_the_same():
         for option in command.params
         if option.name == "device"
     }
-    assert set(devices) == {"demo", "report", "eval", "bench", "tune", "record"}
+    asked = {"demo", "report", "eval", "bench", "tune", "record", "calibrate"}
+    assert set(devices) == asked
     assert set(devices.values()) == {(None, "cpu or cuda; cuda where there is a GPU.")}
 
 

@@ -31,9 +31,12 @@ from attnplug.ops.gather import tiered_decode as tiered
 from attnplug.ops.gather.block_bounds import empty_bounds
 from attnplug.ops.gvr import page_codes as codes_of_pages
 from attnplug.ops.sketch import encode_keys as encode
+from attnplug.ops.sketch import encode_pages as encoded_pages
 from attnplug.ops.sketch import host_decode as sketch_host
+from attnplug.ops.sketch import pages as sketch_of_pages
 from attnplug.ops.sketch import sketch_decode as sketch
 from attnplug.ops.sketch.basis import fit_basis
+from attnplug.ops.sketch.model_basis import Moments, fit_model_basis
 from attnplug.ops.sketch.state import empty_codes
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._gvr_layer import GvrLayer
@@ -237,7 +240,15 @@ def test_summaries(device_path, length, int8):
         assert 0 <= done[0] <= SIZE // BLOCK and done[1] <= SANE // BLOCK
 
 
-@pytest.mark.parametrize("form", ["bounds", "band", "exact band", "codes"])
+INV_FREQ = 0.7 ** torch.arange(32)
+MOMENTS = torch.zeros(HEADS, 64).double(), *2 * [torch.eye(64).double().expand(HEADS, -1, -1)]
+IN_THE_MODELS_BASIS = (
+    fit_model_basis(Moments(*MOMENTS), INV_FREQ, size=24).encoder,
+    sketch_of_pages.turns_of(INV_FREQ, 4096),
+)
+
+
+@pytest.mark.parametrize("form", ["bounds", "band", "exact band", "codes", "sketch"])
 @pytest.mark.parametrize(
     "lost", [2 * SIZE + 15, 2**31 + 31, 2**32 + 15, 2**63 - 1, -1, -(2**63) + 15]
 )
@@ -245,7 +256,7 @@ def test_slots_outside_of_the_pages(device_path, lost, form):
     """What is kept of written keys, by slot: a slot that no page has is nowhere."""
     device, path = device_path
     random = torch.Generator().manual_seed(0)
-    k = torch.randn(2, HEADS, SIZE, WIDTH, generator=random)
+    k = torch.randn(2, HEADS, SIZE, 64 if form == "sketch" else WIDTH, generator=random)
     kept: list[list[torch.Tensor]] = []
     for slots in ([SANE + 1, lost], [SANE + 1]):  # that slot completes a block
         guard = Guarded(device)
@@ -255,6 +266,12 @@ def test_slots_outside_of_the_pages(device_path, lost, form):
             args = [keys, *state, where]
             op = codes_of_pages._page_codes, codes_of_pages._allocate
             call(op, codes_of_pages.launch_page_codes, path, device, args)
+        elif form == "sketch":
+            state = guard.all(sketch_of_pages.empty_page_sketch(k, 24))
+            basis = guard.all([*IN_THE_MODELS_BASIS])
+            args = [keys, guard(k), *basis, *state, where, guard(torch.arange(len(slots)))]
+            op = encoded_pages._encode_pages, encoded_pages._allocate
+            call(op, encoded_pages.launch_encode_pages, path, device, args)
         else:
             dtype = torch.int8 if form == "band" else None
             band = "band" in form

@@ -17,6 +17,7 @@ SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput")}
 # Modules that may start a process or use the network, and what for.
 PROCESSES = {
     "bench/provenance.py": "asks git for the commit of a checkout",
+    "bench/tune.py": "compiles kernels in several processes before it times them",
     "doctor.py": "compiles a kernel in a process of its own",
     "models/pretrained.py": "pip downloads wheels",
 }

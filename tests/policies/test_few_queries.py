@@ -6,10 +6,10 @@ import types
 import pytest
 import torch
 from gather_policy_cases import BAND, EXACT, GATHER, SIZE, tokens
-from sketch_cases import SIZE as SKETCH_SIZE
-from sketch_cases import SKETCH
-from sketch_cases import filled as filled_sketch
-from sketch_cases import tokens as tokens_of_sketch
+from sketch_layer_cases import SIZE as SKETCH_SIZE
+from sketch_layer_cases import SKETCH
+from sketch_layer_cases import filled as filled_sketch
+from sketch_layer_cases import tokens as tokens_of_sketch
 from step_cases import HEADS, filled, random, step
 from test_gather import expected, hold
 from test_gvr import GVR

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_models import real_model
-from sketch_cases import SIZE, SKETCH, filled, tokens
+from sketch_layer_cases import SIZE, SKETCH, filled, tokens
 from step_cases import HEADS, KV_HEADS, random, step, stepped
 from transformers.cache_utils import StaticLayer
 

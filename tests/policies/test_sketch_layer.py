@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sketch_cases import SIZE, SKETCH, filled, prefill, tokens
+from sketch_layer_cases import SIZE, SKETCH, filled, prefill, tokens
 from step_cases import DIM, KV_HEADS, random, step
 from transformers.cache_utils import StaticLayer
 

@@ -196,7 +196,7 @@ const app = (() => {
       `${number(meta.layers.length)} ${meta.layers.length === 1 ? "layer" : "layers"} of ${meta.heads} heads`,
       meta.queryBlock === meta.keyBlock ? `blocks of ${meta.keyBlock}` : `blocks of ${meta.queryBlock} queries and ${meta.keyBlock} keys`,
     ];
-    parts.push(`lists of ${average("listed").toFixed(1)} blocks on average`);
+    if (innerWidth > 500) parts.push(`lists of ${average("listed").toFixed(1)} blocks on average`);
     if (sizes.has(false)) parts.push(`${number(meta.steps.filter(([, n]) => n === 1).length)} decode steps`);
     if (meta.policy) parts.push(`policy ${meta.policy}`);
     parts.push(complete ? "every edge in this page" : `in this page: each query block's ${meta.keep} heaviest edges, ${percent(average("kept"))} of the weight`);
