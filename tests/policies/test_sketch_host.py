@@ -7,6 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sketch_layer_cases import SIZE, prefill, tokens
+from sketch_layer_cases import SKETCH as GPU
+from step_cases import DIM, HEADS, KV_HEADS
 
 import attnplug
 from attnplug import Dense, HostMemoryError, PolicyError, Sketch, telemetry
@@ -15,29 +18,7 @@ from attnplug.policies import AttentionCall, LayerShape, certificates, refit
 from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
 from attnplug.testing import tiny_model
 
-GPU = Sketch(k=40, min_tokens=0)
 HOST = dataclasses.replace(GPU, kv="host")
-SIZE, HEADS, KV_HEADS, DIM = 1500, 4, 2, 64
-
-
-def tokens(seed: int, count: int, batch: int = 1, device: str = "cpu") -> torch.Tensor:
-    """Keys, values and queries of new tokens, `[3,B,Hq,count,D]`; keys and values have the first
-    KV_HEADS heads."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(3, batch, HEADS, count, DIM, generator=generator).to(device)
-
-
-def prefill(layer: SketchLayer, new: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-    """What a model's prefill does with a layer of sketch's: `mask` `[B,S]` is of the buffer."""
-    k, v, q = new
-    keys, values = layer.update(k[:, :KV_HEADS], v[:, :KV_HEADS])
-    layer.note_buffers(keys, values)
-    start = None if mask is None else mask.int().argmax(-1).to(torch.int32)
-    lengths = layer.cumulative_length.reshape(1)
-    call = AttentionCall(
-        q, keys, values, DIM**-0.5, lengths=lengths, start=start, key_mask=mask, state=layer
-    )
-    GPU.note_queries(call)
 
 
 def pair(new: torch.Tensor, mask: torch.Tensor | None = None) -> list[SketchLayer]:
