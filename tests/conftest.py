@@ -33,6 +33,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 import hypothesis
 import pytest
+from measured_seconds import quick_and_slow
 
 # scripts/without_triton hides it, and macOS and Windows have none: the numba references remain.
 TRITON = importlib.util.find_spec("triton") is not None
@@ -60,6 +61,27 @@ hypothesis.settings.register_profile(
     "long", max_examples=300, deadline=None, suppress_health_check=CHECKS
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases",
+        choices=["quick", "all"],
+        help="quick leaves out what measured_seconds.py calls slow, which is the default of a run"
+        " that names no file; all is that of others",
+    )
+
+
+def pytest_configure(config):
+    if config.option.cases is None:  # workers are told what is settled here
+        everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+        config.option.cases = "quick" if everything else "all"
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.cases == "quick":
+        items[:], slow = quick_and_slow(items, config.rootpath)
+        config.hook.pytest_deselected(items=slow)
 
 
 def pytest_collection_finish():

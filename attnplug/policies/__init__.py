@@ -19,7 +19,7 @@ from attnplug.policies._sketch_layer import audit, audits, refit
 
 # A row a method: this import registers and exports it ("X as X" is what tools take for an export).
 from attnplug.policies.auto import Auto as Auto
-from attnplug.policies.base import SLOTS, Phase, check_option
+from attnplug.policies.base import SLOTS, DraftingPhase, Phase, TracingPhase, check_option
 from attnplug.policies.certified import Certified as Certified
 from attnplug.policies.dense import Dense as Dense
 from attnplug.policies.dense import apply_sinks
@@ -28,6 +28,7 @@ from attnplug.policies.gather import Gather as Gather
 from attnplug.policies.grammar import parse_policy
 from attnplug.policies.gvr import Gvr as Gvr
 from attnplug.policies.momo import Momo as Momo
+from attnplug.policies.paged import PagedPhase
 from attnplug.policies.policy import Policy
 from attnplug.policies.sketch import Sketch as Sketch
 from attnplug.policies.stream import Stream as Stream
@@ -36,17 +37,20 @@ from attnplug.policies.trained import Trained as Trained
 _METHODS: dict[str, type[Phase]] = {
     cls.name: cls
     for cls in list(globals().values())
-    if isinstance(cls, type) and issubclass(cls, Phase) and cls is not Phase
+    if isinstance(cls, type) and issubclass(cls, Phase) and "name" in vars(cls)
 }
 __all__ = [
     "AttentionCall",
+    "DraftingPhase",
     "EdgeWriter",
     "Edges",
     "LayerShape",
+    "PagedPhase",
     "Phase",
     "Policy",
     "Reads",
     "StepReads",
+    "TracingPhase",
     "apply_sinks",
     "audit",
     "certificates",
@@ -80,6 +84,10 @@ def register(cls: type[Phase]) -> type[Phase]:
         raise PolicyError(
             f"register: {cls.__name__}.phases is {phases!r}, needs some of 'prefill', 'decode', "
             "'trace'"
+        )
+    if "trace" in phases and not issubclass(cls, TracingPhase):
+        raise PolicyError(
+            f"register: {cls.__name__} traces, and does not subclass attnplug.policies.TracingPhase"
         )
     if _METHODS.get(name, cls) is not cls:
         raise PolicyError(f"register: the name {name!r} is taken by {_METHODS[name].__name__}")

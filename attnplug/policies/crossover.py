@@ -14,6 +14,7 @@ from attnplug.ops.common.device import card
 from attnplug.ops.common.divide_rows import divide_rows
 from attnplug.policies.base import Phase
 from attnplug.policies.dense import Dense
+from attnplug.policies.paged import PagedPhase
 from attnplug.policies.scaled import scaled
 from attnplug.policies.tuned import card_name, lookup
 
@@ -170,10 +171,6 @@ class DenseBelow(Phase):
         of a row alone where no batch was measured."""
         return self.measured_crossover(kind)
 
-    def pages_note(self, device: torch.device) -> str:
-        rule = self.row_crossover(device)
-        return f"rows of fewer than {rule.row:,} tokens by dense" if rule.row else ""
-
     def leave_to_dense(
         self, call: AttentionCall, why: Callable[[], str] | None = None
     ) -> torch.Tensor:
@@ -207,22 +204,6 @@ class DenseBelow(Phase):
             return f"its cache layer is {kind}: make the cache with attnplug.make_cache"
         return ""
 
-    def attend_pages(self, call: PagedCall) -> torch.Tensor:
-        """Far rows by this method, the others by `dense`, decided on the device."""
-        rule = self.row_crossover(call.q.device)
-        if call.state is None or not rule.reachable(len(call.table), call.room):
-            return DENSE.attend_pages(call)
-        if rule.alone <= self.kept:
-            return self.attend_far(call)
-        near_lengths, far_lengths, far = rule.divide(call.lengths)
-        # No near row is longer than one that would be far alone.
-        table = call.table[:, : -(-rule.alone // call.k.shape[2])]
-        near = dataclasses.replace(call, table=table, lengths=near_lengths)
-        out = DENSE.attend_pages(near)
-        distant = dataclasses.replace(call, lengths=far_lengths)
-        self.end_far(self.begin_far(distant), distant, far, out)
-        return out
-
     def check_min_tokens(self) -> None:
         """Raise PolicyError unless `min_tokens` is None or a count."""
         tokens = self.min_tokens
@@ -242,6 +223,30 @@ class DenseBelow(Phase):
         where += "," if where else ""
         small = f" below {rule.alone:,} tokens{batch}{where} and in those" if rule.alone else ""
         return f"dense in caches{small} that attnplug did not make for it"
+
+
+class PagedDenseBelow(DenseBelow, PagedPhase):
+    """The same over pages, whose rows the device divides by their lengths."""
+
+    def pages_note(self, device: torch.device) -> str:
+        rule = self.row_crossover(device)
+        return f"rows of fewer than {rule.row:,} tokens by dense" if rule.row else ""
+
+    def attend_pages(self, call: PagedCall) -> torch.Tensor:
+        """Far rows by this method, the others by `dense`, decided on the device."""
+        rule = self.row_crossover(call.q.device)
+        if call.state is None or not rule.reachable(len(call.table), call.room):
+            return DENSE.attend_pages(call)
+        if rule.alone <= self.kept:
+            return self.attend_far(call)
+        near_lengths, far_lengths, far = rule.divide(call.lengths)
+        # No near row is longer than one that would be far alone.
+        table = call.table[:, : -(-rule.alone // call.k.shape[2])]
+        near = dataclasses.replace(call, table=table, lengths=near_lengths)
+        out = DENSE.attend_pages(near)
+        distant = dataclasses.replace(call, lengths=far_lengths)
+        self.end_far(self.begin_far(distant), distant, far, out)
+        return out
 
 
 def no_card(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from attnplug.models.sync import may_sync
 from attnplug.ops import dense_decode, query_sparse_attention
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
 from attnplug.policies._absorbed import attend_absorbed, attend_expanded, expanded_width
-from attnplug.policies.base import Phase
+from attnplug.policies.paged import PagedPhase
 
 # Up to this many queries (speculative verification) splitting the keys over the GPU beats a
 # program per query tile.
@@ -39,7 +39,7 @@ LATENT_SLAB = 4096  # queries whose latents are there at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(Phase):
+class Dense(PagedPhase):
     """Exact causal attention, softmax(scale q k^T) v, for prefill and decode."""
 
     name: ClassVar[str] = "dense"
@@ -78,9 +78,6 @@ class Dense(Phase):
         if width is None or known_below(call.q.shape[2], least):
             return attend_absorbed(call, LATENT_SLAB)
         return attend_expanded(call, width, self.attend)
-
-    def pages_refusal(self) -> str | None:
-        return None
 
     def attend_pages(self, call: PagedCall) -> torch.Tensor:
         where: dict[str, Any] = {"table": call.table, "lengths": call.lengths}

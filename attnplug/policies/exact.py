@@ -19,7 +19,7 @@ from attnplug.call import AttentionCall, LayerShape
 from attnplug.models.cache import PlugLayer
 from attnplug.ops.common.checks import WIDE_HEAD_DIMS
 from attnplug.policies._sketch_layer import SPARE, SketchLayer
-from attnplug.policies.base import Phase
+from attnplug.policies.base import DraftingPhase, Phase
 from attnplug.policies.crossover import NEVER, DenseBelow
 from attnplug.policies.dense import MAX_DECODE_QUERIES, Dense
 from attnplug.policies.gather import Gather
@@ -43,7 +43,7 @@ DRAFTS: dict[str, type[Phase]] = {"gather": Gather, "gvr": Gvr, "sketch": Sketch
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(DenseBelow):
+class Exact(DenseBelow, DraftingPhase):
     """Decode: drafts by a sparse method, verified by dense attention in `generate`'s loop.
 
     draft: the method that drafts, a term of a policy string such as "gather(k=64)"; it must keep

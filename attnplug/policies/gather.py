@@ -33,7 +33,7 @@ from attnplug.ops.gather.select_blocks import MAX_BLOCKS, SCORINGS
 from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._gather_layers import Form, GatherLayer, HostGatherLayer
 from attnplug.policies._reads import query_positions, read_blocks, union_of
-from attnplug.policies.crossover import DenseBelow
+from attnplug.policies.crossover import PagedDenseBelow
 
 # A cache smaller than this many times the keys that a step keeps is read whole, and one below so
 # many tokens in any case: where whole models' steps are as fast as dense's at batch 1 on two
@@ -56,7 +56,7 @@ RESIDENT = 32768  # keys of each KV head that a cache in host memory keeps on th
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather(DenseBelow):
+class Gather(PagedDenseBelow):
     """Decode over a keep set of constant size.
 
     k: distant blocks that each KV head reads; 0 is a sliding window. block: keys a block. sink:

@@ -28,7 +28,7 @@ from attnplug.ops.gvr.score_tokens import score_lengths
 from attnplug.ops.gvr.topk import MAX_K
 from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._gvr_layer import GvrLayer
-from attnplug.policies.crossover import DenseBelow
+from attnplug.policies.crossover import PagedDenseBelow
 
 # A cache smaller than this many times the tokens that a step keeps is read whole, and one below so
 # many tokens in any case. On an H200 a layer's step alone pays from about 64K on, but a whole model
@@ -41,7 +41,7 @@ MOST_NUMBERS = 128 * 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Gvr(DenseBelow):
+class Gvr(PagedDenseBelow):
     """Token-sparse decode with an exact selection.
 
     k: tokens that each KV head picks at each step. sink: first tokens that are always read.
@@ -134,9 +134,6 @@ class Gvr(DenseBelow):
         scores = score_tokens(call.q, *keys, **options)
         rows = score_lengths(call.lengths, shape[1])
         return topk(scores, self.k, lengths=rows)[0].view(shape)
-
-    def pages_refusal(self) -> str | None:
-        return None
 
     def page_state(self, k: torch.Tensor, basis: Any = None) -> PageCodes:
         return empty_page_codes(k)

@@ -8,8 +8,9 @@ import torch
 
 from attnplug.call import AttentionCall, LatentCall, LayerShape, Served
 from attnplug.errors import PolicyError
-from attnplug.policies.base import Phase
+from attnplug.policies.base import DraftingPhase, Phase, TracingPhase
 from attnplug.policies.dense import Dense
+from attnplug.policies.paged import PagedPhase, why_no_pages
 from attnplug.policies.trained import Trained
 
 OPTIONAL = frozenset({"trace", "trained"})
@@ -44,6 +45,12 @@ class Policy:
                     f"{' and '.join(sorted(phase.phases | phase.on_request))}"
                 )
 
+            elif slot == "trace" and not isinstance(phase, TracingPhase):
+                raise PolicyError(
+                    f"Policy: {phase.name} cannot trace, as {type(phase).__name__} does not "
+                    "subclass attnplug.policies.TracingPhase"
+                )
+
     def resolve(self, shape: LayerShape, layers: int) -> tuple["Policy", str]:
         """The policy with the methods that serve such a layer in the place of those that only
         choose, and why. `layers` like it are on its device."""
@@ -74,25 +81,23 @@ class Policy:
     def attends_latents(self) -> bool:
         """Whether both methods serve a layer whose model picks what it reads."""
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
-        own = (type(each).attend_latents for each in (self.prefill, self.decode))
-        return all(each is not Phase.attend_latents for each in own)
+        return isinstance(self.prefill, Trained) and isinstance(self.decode, Trained)
 
     @property
     def attends_all_latents(self) -> bool:
         """Whether both methods serve a layer whose cache keeps latents, and read all of them."""
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
-        own = (type(each).attend_all_latents for each in (self.prefill, self.decode))
-        return all(each is not Phase.attend_all_latents for each in own)
+        return isinstance(self.prefill, Dense) and isinstance(self.decode, Dense)
 
     def attend_all_latents(self, call: LatentCall) -> torch.Tensor:
         """Run the method that the static shape of the queries asks for."""
         phase = self.decode if call.q.shape[2] == 1 else self.prefill
-        assert phase is not None  # filled by __post_init__
+        assert isinstance(phase, Dense)  # as attends_all_latents says
         return phase.attend_all_latents(call)
 
     def attend_latents(self, call: LatentCall) -> torch.Tensor:
         """Run the method of a layer whose model picks what it reads."""
-        assert self.prefill is not None  # filled by __post_init__
+        assert isinstance(self.prefill, Trained)  # as attends_latents says
         return self.prefill.attend_latents(call)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -110,6 +115,7 @@ class Policy:
         if call.q.shape[2] > 1 and not few:
             self.decode.note_queries(call)
         if self.trace is not None and call.trace_to is not None:
+            assert isinstance(self.trace, TracingPhase)  # checked by __post_init__
             call.trace_to.emit(call, self.trace.observe(call, phase))
         return out
 
@@ -121,26 +127,23 @@ class Policy:
 
     def rounds(self) -> int:
         """Drafts a round, where steps only draft and a dense pass verifies them; else 0."""
-        assert self.decode is not None  # filled by __post_init__
-        return self.decode.rounds()
+        return self.decode.rounds() if isinstance(self.decode, DraftingPhase) else 0
 
     @property
     def varies_rounds(self) -> bool:
         """Whether rounds make fewer drafts where few were accepted."""
-        assert self.decode is not None  # filled by __post_init__
-        return self.decode.varies_rounds
+        return isinstance(self.decode, DraftingPhase) and self.decode.varies_rounds
 
     @property
     def asks_for_rounds(self) -> bool:
         """Whether a call is decoded in rounds even where they turn out not to pay."""
-        assert self.decode is not None  # filled by __post_init__
-        return self.decode.asks_for_rounds
+        return isinstance(self.decode, DraftingPhase) and self.decode.asks_for_rounds
 
     @property
-    def page_phase(self) -> Phase:
+    def page_phase(self) -> PagedPhase:
         """The method that decodes from a paged cache."""
-        assert self.decode is not None  # filled by __post_init__
-        return Dense() if self.decode.pages_refusal() else self.decode
+        decode = self.decode
+        return decode if isinstance(decode, PagedPhase) and not decode.pages_refusal() else Dense()
 
     def attend_prompt(self, call: AttentionCall) -> torch.Tensor:
         """Serve a prompt of continuous batching, or a piece of one. Its other requests decide how
@@ -161,7 +164,7 @@ class Policy:
     def batching_notes(self) -> list[str]:
         """What continuous batching serves otherwise than `generate` does."""
         assert self.prefill is not None and self.decode is not None  # filled by __post_init__
-        notes, why = [], self.decode.pages_refusal()
+        notes, why = [], why_no_pages(self.decode)
         if not self.shares_pages:
             notes.append(f"{self.prefill.name} serves prompts that come whole, dense serves pieces")
         if why:

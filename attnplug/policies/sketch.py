@@ -27,7 +27,7 @@ from attnplug.ops.sketch.state import BLOCK, COORDINATES
 from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._sketch_audit import Asked
 from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
-from attnplug.policies.crossover import DenseBelow
+from attnplug.policies.crossover import PagedDenseBelow
 
 FIXED = (1 + LOCAL.value) * BLOCK  # tokens that every step reads: the sink and the last blocks
 # k=None: an eighth of a cache's slots as a power of two, which no long decode was seen to lose
@@ -48,7 +48,7 @@ ROW_FACTOR = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Sketch(DenseBelow):
+class Sketch(PagedDenseBelow):
     """Decode over the best tokens, and an estimate of the others.
 
     bytes: of codes a token and KV head, 16, 24 or 32. k: tokens that each KV head picks at each

@@ -22,7 +22,7 @@ from attnplug.call import AttentionCall, Edges, LayerShape
 from attnplug.ops import query_sparse_attention, stream_edges, stream_mask
 from attnplug.ops.stream.stream_edges import WEIGHTS
 from attnplug.ops.stream.stream_mask import BLOCKS, MAX_BRANCHES, SEARCHES
-from attnplug.policies.base import MOST, Phase
+from attnplug.policies.base import MOST, Phase, TracingPhase
 from attnplug.policies.dense import apply_sinks, check_open_length
 
 SUBJECTS = ("model", "policy")
@@ -30,7 +30,7 @@ _SPANS = re.compile(r"\d{1,9}:(\d{1,9})?(,\d{1,9}:(\d{1,9})?)*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream(Phase):
+class Stream(TracingPhase):
     """A trace of the attention, edge by edge.
 
     top_k: key blocks that are kept of each query block. block: keys a block. query_block: queries a

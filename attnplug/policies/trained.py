@@ -89,9 +89,6 @@ class Trained(Phase):
     def cache_layer(self, max_length: int) -> PlugLayer:
         return IndexedLayer(max_cache_len=max_length, in_fp8=self.index == "fp8")
 
-    def pages_refusal(self) -> str | None:
-        return "has no pages: transformers batches no model with an indexer continuously"
-
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Over the blocks that the model has picked."""
         if isinstance(call.picked, PickedCompressed):

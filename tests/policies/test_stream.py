@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug import Dense, Gather, Momo, Policy, PolicyError
-from attnplug.policies import AttentionCall, Edges, LayerShape, Stream
+from attnplug.policies import (
+    AttentionCall,
+    Edges,
+    LayerShape,
+    Phase,
+    Stream,
+    TracingPhase,
+    register,
+)
 from attnplug.policies._reads import query_positions, read_blocks
 from attnplug.testing import oracle_attention
 
@@ -302,8 +310,15 @@ def test_phases():
     assert Policy(prefill=Stream()).trace is None
     with pytest.raises(PolicyError, match="stream cannot be the decode method"):
         Policy(decode=Stream())
-    with pytest.raises(NotImplementedError, match="Dense has no observe"):
-        Dense().observe(call(20), Dense())
+    with pytest.raises(NotImplementedError, match="TracingPhase has no observe"):
+        TracingPhase().observe(call(20), Dense())
+    with pytest.raises(PolicyError, match="gather cannot be the trace method"):
+        Policy(trace=Gather())
+    overlooked = type("Overlooked", (Phase,), {"name": "late", "phases": frozenset({"trace"})})
+    with pytest.raises(PolicyError, match="late cannot trace, as Overlooked does not subclass"):
+        Policy(trace=overlooked())
+    with pytest.raises(PolicyError, match="Overlooked traces, and does not subclass"):
+        register(dataclasses.dataclass(frozen=True)(overlooked))
 
 
 def test_a_softcap_is_refused():

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attnplug.errors import ServeError
-from attnplug.policies import Phase
+from attnplug.policies import PagedPhase
 from attnplug.serve.paged.pages import Pages
 
 
@@ -18,7 +18,7 @@ class LayerState:
     they share, and a key that is written changes that of its page alone.
     """
 
-    def __init__(self, phase: Phase, basis: Any = None) -> None:
+    def __init__(self, phase: PagedPhase, basis: Any = None) -> None:
         self._phase, self.basis = phase, basis
         self._made: Any = None
         self._of: tuple[int, torch.Size] | None = None
@@ -51,7 +51,7 @@ class LayerState:
         self._phase.code_pages(pages.k, pages.v, self.of(pages.k), slots, positions)
 
 
-def share_of_cache(phase: Phase, head_dim: int, dtype: torch.dtype) -> float:
+def share_of_cache(phase: PagedPhase, head_dim: int, dtype: torch.dtype) -> float:
     """The bytes of a page's state in those of its keys and values."""
     k = torch.empty((64, 1, 128, head_dim), dtype=dtype, device="meta")  # any pages
     return bytes_of(phase.page_state(k)) / (2 * k.nbytes)
