@@ -68,6 +68,8 @@ def test_everything_has_its_place(files, open_page, size):
         "main *", "list => Math.min(...list.map((e) => parseFloat(getComputedStyle(e).fontSize)))"
     )
     assert smallest >= (10 if size[0] < 2000 else 13)
+    page.set_viewport_size({"width": 1280 if size[0] < 1280 else 390, "height": size[1]})
+    assert page.locator("#facts .wide").is_visible() == (size[0] < 1280)  # a window is resized
 
 
 def test_controls_have_names_and_an_order(files, open_page):

@@ -189,6 +189,7 @@ const app = (() => {
     score: "weighed by their highest product of query and key",
   };
 
+  // Phrases about the trace. A page of a phone's width leaves out the `wide` ones.
   function facts() {
     const sizes = new Set(meta.steps.map(([, queries]) => queries > 1));
     const parts = [
@@ -196,11 +197,16 @@ const app = (() => {
       `${number(meta.layers.length)} ${meta.layers.length === 1 ? "layer" : "layers"} of ${meta.heads} heads`,
       meta.queryBlock === meta.keyBlock ? `blocks of ${meta.keyBlock}` : `blocks of ${meta.queryBlock} queries and ${meta.keyBlock} keys`,
     ];
-    if (innerWidth > 500) parts.push(`lists of ${average("listed").toFixed(1)} blocks on average`);
+    const wide = parts.push(`lists of ${average("listed").toFixed(1)} blocks on average`) - 1;
     if (sizes.has(false)) parts.push(`${number(meta.steps.filter(([, n]) => n === 1).length)} decode steps`);
     if (meta.policy) parts.push(`policy ${meta.policy}`);
     parts.push(complete ? "every edge in this page" : `in this page: each query block's ${meta.keep} heaviest edges, ${percent(average("kept"))} of the weight`);
-    return parts.join(" · ");
+    return parts.map((part, i) => {
+      const phrase = document.createElement("span");
+      phrase.textContent = i === 0 ? part : ` · ${part}`;
+      if (i === wide) phrase.className = "wide";
+      return phrase;
+    });
   }
 
   // The mean over layers and heads of what the file says of each.
@@ -314,7 +320,7 @@ const app = (() => {
   async function start() {
     colors.apply();
     get("theme-button").textContent = colors.theme() === "dark" ? "Light" : "Dark";
-    get("facts").textContent = facts();
+    get("facts").replaceChildren(...facts());
     fillMenus();
     if (!meta.text) {
       get("search").disabled = true;
