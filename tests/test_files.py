@@ -180,7 +180,6 @@ def writes(tree: ast.AST) -> list[str]:
         called = node.func
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         if name in {
-            "write_bytes",
             "print_png",
             "mkdtemp",
             "TemporaryDirectory",
@@ -191,7 +190,7 @@ def writes(tree: ast.AST) -> list[str]:
         modes += [k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)]
         if name == "open" and any(isinstance(m, str) and set(m) & set("wax+") for m in modes):
             found.append(f"open {modes}")
-        if name in {"write_text", "savefig", "mkdir"}:
+        if name in {"write_bytes", "write_text", "savefig", "mkdir"}:
             owner = called.value if isinstance(called, ast.Attribute) else None
             if not (isinstance(owner, ast.Name) and owner.id in {"files", "part"}):
                 found.append(name)
