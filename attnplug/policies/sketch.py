@@ -195,7 +195,8 @@ class Sketch(PagedDenseBelow):
         return out
 
     def pages_refusal(self) -> str | None:
-        return "needs rows of a cache of its own"  # transformers' batching has no basis of the model
+        # Continuous batching has no basis of the model.
+        return "needs rows of a cache of its own"
 
     def for_requests(self, longest: int) -> "Sketch":
         """With as many picks as the longest has, which every row reads: its crossovers then count
