@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import _ptx_latent  # noqa: F401 - its cases are among CASES then, as those of _ptx_tokens are
 import torch
-from _ptx_inputs import BF16, FP8, FP32, INT64, attention, new, padding, summaries
+from _ptx_inputs import BF16, CASES, FP8, FP32, INT64, attention, new, padding, summaries
 from _ptx_tokens import sketched, tier_of
 
 # (query heads, KV heads, head dimension)
@@ -18,6 +19,16 @@ QUICK = ("Qwen2.5-7B", "Gemma-3-4B")  # whose heads differ in size
 # Head dimensions that kernels pad, and the widest, for which gvr has no kernels.
 WIDTHS = {f"heads of {width}": (8, 2, width) for width in (48, 208, 512)}
 PAGE = 16
+# What `trained` launches for layers of DeepSeek-V3.2, GLM-5.3 and MiniMax-M3, and sketch over pages:
+# the cases of `bench/ptx.py record`, and of these the few of the quick form.
+OPS = {
+    "index_topk": ("step 32K", "prefill", "fp32 step D=256"),
+    "latent_attention": ("step", "prefill", "fp32"),
+    "block_maxima": ("prefill", "fp32 D=256"),
+    "pool_keys": ("128K",),
+    "encode_pages": ("a step",),
+    "sketch_pages": ("8 rows", "D=256"),
+}
 
 
 class Case(NamedTuple):
@@ -237,6 +248,16 @@ def mask(batch: int, size: int) -> torch.Tensor:
     return new(batch, size, dtype=torch.bool)
 
 
+def op_cases(quick: bool) -> Iterator[Case]:
+    """Those of ops that no layer above calls, or few of them."""
+    from attnplug import ops
+
+    for name, few in OPS.items():
+        for title, call in CASES[name](getattr(ops, name)):
+            if title in few or not quick:
+                yield Case(f"{name}, {title}", call, fp8="fp8" in title)
+
+
 def model_cases(quick: bool, only: str | None) -> Iterator[Case]:
     """All cases, or few of two models; of those whose name has `only` in it."""
     for model in QUICK if quick else MODELS:
@@ -253,6 +274,7 @@ def model_cases(quick: bool, only: str | None) -> Iterator[Case]:
         for case in Layer(*heads, BF16).few():
             if only is None or only in f"{name}, {case.name}":
                 yield case._replace(name=f"{name}, {case.name}")
+    yield from (case for case in op_cases(quick) if only is None or only in case.name)
     if quick:  # and what was over a limit in float32
         largest, usual = (Layer(*MODELS[name], FP32) for name in ("Gemma-3-4B", "Qwen2.5-7B"))
         size = 1, 2048, 32768

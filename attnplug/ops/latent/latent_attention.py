@@ -249,6 +249,7 @@ def plan_for(
     plan = Plan(rows, 64, 1, 8 if rows > 16 else 4, 2, 0)
     if itemsize == 4 and widths[0] > 256:  # the products' operands alone are more than registers
         plan = Plan(16, 16, 1, 8, 1, 0)
+    fewest = 4 if itemsize == 4 else 16  # rows; tensor cores, which float32 does not use, have 16
     while shared_bytes(plan, widths, itemsize, on.wgmma) > on.shared:
         if plan.stages > 2:
             plan = plan._replace(stages=plan.stages - 1)
@@ -256,7 +257,7 @@ def plan_for(
             plan = plan._replace(rows=plan.rows // 2)
         elif plan.tile > 16:
             plan = plan._replace(tile=plan.tile // 2)
-        elif plan.rows > 16:
+        elif plan.rows > fewest:
             plan = plan._replace(rows=plan.rows // 2)
         elif plan.stages > 1:
             plan = plan._replace(stages=1)
