@@ -19,7 +19,7 @@ QUICK = ("Qwen2.5-7B", "Gemma-3-4B")  # whose heads differ in size
 # Head dimensions that kernels pad, and the widest, for which gvr has no kernels.
 WIDTHS = {f"heads of {width}": (8, 2, width) for width in (48, 208, 512)}
 PAGE = 16
-# What `trained` launches for layers of DeepSeek-V3.2, GLM-5.3 and MiniMax-M3, and sketch over pages:
+# What `trained` launches for layers of DeepSeek-V3.2, GLM-5.3 and MiniMax-M3, and sketch on pages:
 # the cases of `bench/ptx.py record`, and of these the few of the quick form.
 OPS = {
     "index_topk": ("step 32K", "prefill", "fp32 step D=256"),
