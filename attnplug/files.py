@@ -177,6 +177,23 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+def make_place(path: Path) -> None:
+    """Make the folder of a file, and see that the file can be made or replaced in it, before the
+    work whose result it is to hold. Raises FileError."""
+    make_folder(path.parent)
+    check_place(path)
+
+
+@contextlib.contextmanager
+def named_by(variable: str) -> Iterator[None]:
+    """Within it a FileError says which environment variable names another place: no option of the
+    command does."""
+    try:
+        yield
+    except FileError as error:
+        raise FileError(f"{error}. To choose it, set {variable}") from error
+
+
 @contextlib.contextmanager
 def scratch_folder(folder: Path, name: str) -> Iterator[Path]:
     """A folder inside `folder` for this process alone, deleted behind the block. Those of `name`

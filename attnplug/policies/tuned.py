@@ -59,11 +59,19 @@ def lookup(device: torch.device, heads: str, method: str) -> Tuned | None:
     return Tuned(entry["row"], entry["alone"], found["date"])
 
 
+def make_place() -> Path:
+    """The file, where it can be written now and is not damaged. Raises FileError."""
+    path = crossover_file()
+    with files.named_by(PATH):
+        files.make_place(path)
+    _known()
+    return path
+
+
 def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]) -> Path:
     """Write what was measured into the file, in the place of what it says of these methods."""
-    path = crossover_file()
-    files.make_folder(path.parent)
-    with files.alone_in(path.parent):
+    path = make_place()
+    with files.named_by(PATH), files.alone_in(path.parent):
         _write(path, card_name(device), heads, date, methods)
     return path
 
