@@ -367,7 +367,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(cache, folder, t
         monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
     monkeypatch.setattr(command, "load", lambda *_, **__: (tiny_model(), None))
     monkeypatch.setattr(command, "make", lambda *_: pytest.fail("the work began"))
-    with pytest.raises(FileError, match="may not be|cannot be") as raised:
+    with pytest.raises(FileError, match=r"may not be|cannot be") as raised:
         command.calibrate(str(folder))
     assert "set ATTNPLUG_CACHE" in str(raised.value)
 
