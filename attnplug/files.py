@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,19 @@ def make_place(path: Path) -> None:
     work whose result it is to hold. Raises FileError."""
     make_folder(path.parent)
     check_place(path)
+
+
+def users_own(variable: str, own: Callable[[], Path]) -> Path:
+    """The path that an environment variable names, of which ~ is the user's home; else `own`.
+    Raises FileError where the user has no home, as in a container that makes up a user's number."""
+    named = os.environ.get(variable)
+    try:
+        return Path(named).expanduser() if named else own()
+    except RuntimeError as error:
+        raise FileError(
+            f"this user has no home folder ({error}); set {variable} to a path of your own, from "
+            "the root"
+        ) from error
 
 
 @contextlib.contextmanager

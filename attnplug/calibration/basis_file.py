@@ -215,7 +215,9 @@ def find(folder: Path, rope: str, name: str) -> Bases:
     Raises FileError where there is none, or the file cannot be read."""
     weights = weights_of(folder)
     path = path_of(weights, rope)
-    if path.exists():
+    with files.reading(path, "a model's basis"):
+        there = path.exists()
+    if there:
         return read(path, weights, rope)
     if any(folder_of_bases().glob(f"{weights}-*.safetensors")):
         raise FileError(

@@ -91,7 +91,7 @@ def names() -> list[str]:
 
 def cache_dir() -> Path:
     """Where converted weights live: $ATTNPLUG_CACHE, else the platform's user cache directory."""
-    return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("attnplug"))
+    return files.users_own(CACHE, lambda: platformdirs.user_cache_path("attnplug"))
 
 
 def checkpoint_dir(name: str) -> Path:
