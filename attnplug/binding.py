@@ -17,6 +17,7 @@ from attnplug.models.names import (
 )
 from attnplug.policies import Policy
 from attnplug.policies._entries_layer import EntriesLayer
+from attnplug.policies._promised import refusal_of, refuse
 
 Plan = list[tuple[AttentionLayer, Binding[Policy]]]
 
@@ -37,10 +38,10 @@ def bind(
     if layer.shape.reads_latents and not policy.attends_all_latents:
         return Binding(None, "multi-head latent attention, which 'dense' alone serves", stock)
     for phase in (policy.prefill, policy.decode):
-        refusal = phase.refusal(layer.shape) if phase is not None else None
+        refusal = refusal_of(phase, layer.shape) if phase is not None else None
         if refusal:
             return Binding(None, refusal, stock)
-    untraced = policy.trace.refusal(layer.shape) if policy.trace is not None else None
+    untraced = refusal_of(policy.trace, layer.shape) if policy.trace is not None else None
     if untraced:
         reasons = "; ".join(filter(None, (chosen, f"not traced: {untraced}")))
         return Binding(replace(policy, trace=None), reasons, stock)
@@ -113,6 +114,8 @@ class LayerMaker:
                 layer = EntriesLayer(max_length, sizes)
             else:
                 layer = policy.decode.cache_layer(max_length)
+                if layer is not None and not isinstance(layer, PlugLayer):
+                    refuse(policy.decode, "cache_layer", layer, "a PlugLayer or None")
             if layer is not None:
                 layer.query_heads = self.heads[index]
                 layer.layers_behind = self.behind.get(index, 0)

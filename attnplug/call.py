@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from attnplug.errors import PolicyError
+
 if TYPE_CHECKING:
     from transformers.cache_utils import StaticLayer
 
@@ -369,3 +371,22 @@ def band_mask(queries: int, keys: int, window: int | None, device: torch.device)
     away = away - torch.arange(keys, device=device)
     seen = away >= 0
     return (seen if window is None else seen & (away < window))[None, None]
+
+
+def check_output(name: str, q: torch.Tensor, out: object) -> None:
+    """Raise PolicyError unless `out` is the output of queries `q` `[B,Hq,T,D]`, of their dtype, as
+    the method called `name` has to return it. A model would take another shape with as many numbers
+    for it."""
+    if not isinstance(out, torch.Tensor):
+        raise PolicyError(f"{name}: its output is {shown(out)}, needs a tensor [B,Hq,T,D]")
+    if out.dim() != 4 or out.shape[:3] != q.shape[:3] or out.dtype != q.dtype:
+        raise PolicyError(
+            f"{name}: its output is {list(out.shape)} of {out.dtype}, needs [B,Hq,T,D] of the "
+            f"queries, {list(q.shape)} of {q.dtype}"
+        )
+
+
+def shown(found: object) -> str:
+    """What a method returned, in a line of an error."""
+    plain = isinstance(found, str | int | float | type | None)
+    return repr(found)[:80] if plain else f"a {type(found).__name__}"

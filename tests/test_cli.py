@@ -11,6 +11,7 @@ import pytest
 import torch
 import typer
 from cli_cases import json_of, run
+from typer.testing import CliRunner
 
 import attnplug
 import attnplug.cli
@@ -47,6 +48,23 @@ def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "attnplug", "eval", "nothing", "--policy", "dense"]
     done = subprocess.run([*command, "--lengths", "x"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "'x' is not a length; write 8192, 8K or 1M" in done.stderr
+
+
+@pytest.mark.parametrize("columns", ["0", "", "00"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--help"], "Usage"),
+        (["plan", "--help"], "Usage"),
+        (["plan", "qwen2.5-7b"], "gather"),
+        (["plan", "qwen2.5-7b", "--batch", "0"], "batch is 0"),
+        (["plan", "qwen2.5-7b", "--context", "x"], "is not a length"),
+    ],
+)
+def test_a_terminal_without_columns_shows_what_others_show(columns, arguments, said):
+    """rich prints nothing in no columns, and an error without a word is none that helps."""
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": columns})
+    assert said in result.output
 
 
 def test_an_option_with_a_metavar_has_its_name():

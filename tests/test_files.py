@@ -2,6 +2,7 @@
 and every writer of the package goes this way."""
 
 import ast
+import errno
 import os
 import stat
 import subprocess
@@ -9,12 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from full_disk import file_size_limit
 from house import ROOT
 
-from attnplug import files
+from attnplug import doctor, files
+from attnplug.calibration import basis_file
 from attnplug.cli import options
 from attnplug.errors import ArgumentError, FileError, TraceFileError, WeightsUnavailableError
+from attnplug.models import pretrained
+from attnplug.policies import tuned
 from attnplug.trace.command import run as run_trace
 
 KILLED = """
@@ -214,3 +219,51 @@ def test_every_file_is_written_in_one_way():
         for path in sorted((ROOT / "attnplug").rglob("*.py"))
     }
     assert {path: calls for path, calls in found.items() if calls} == OTHERS
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user whose number no file knows, as containers make up, with no variable that helps."""
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "ATTNPLUG_CACHE", tuned.PATH):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it does then
+
+
+@pytest.mark.parametrize(
+    ("make", "variable"),
+    [(pretrained.cache_dir, "ATTNPLUG_CACHE"), (tuned.make_place, tuned.PATH)],
+)
+def test_a_user_without_a_home_is_told_what_to_set(make, variable, homeless):
+    with pytest.raises(FileError, match=f"no home folder.*set {variable} to a path"):
+        make()
+
+
+def test_a_user_without_a_home_applies_policies_and_asks_the_doctor(homeless):
+    assert tuned.lookup(torch.device("cpu"), "4/2x64", "gather") is None
+    assert {(x.status, "no home" in x.detail) for x in doctor._weights()} == {("note", True)}
+
+
+def test_a_path_in_the_users_home_is_there(monkeypatch, tmp_path):
+    """Of an environment variable no shell has made a path from the root, where a file of a service
+    or of an image sets it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ATTNPLUG_CACHE", "~/cache")
+    monkeypatch.setenv(tuned.PATH, "~/kept.json")
+    assert pretrained.cache_dir() == tmp_path / "cache"
+    assert tuned.crossover_file() == tmp_path / "kept.json"
+
+
+def test_a_cache_of_somebody_elses_is_told(monkeypatch, tmp_path):
+    """Python raises PermissionError where it asks whether a file is in a folder that this user may
+    not search, which root may in all."""
+
+    def forbidden(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setenv("ATTNPLUG_CACHE", str(tmp_path))
+    monkeypatch.setattr(basis_file, "weights_of", lambda folder: "0" * 16)
+    monkeypatch.setattr(Path, "stat", forbidden)
+    found = doctor._weights()
+    assert {(x.status, "Permission denied" in x.detail) for x in found} == {("note", True)}
+    with pytest.raises(FileError, match="cannot be read as a model's basis: Permission denied"):
+        basis_file.find(tmp_path, "0" * 8, "model")

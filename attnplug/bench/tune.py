@@ -38,7 +38,7 @@ from attnplug.errors import ArgumentError
 from attnplug.models.cache import PlugLayer
 from attnplug.policies import Phase, Policy, methods
 from attnplug.policies.crossover import NEVER, DenseBelow, RowCrossover
-from attnplug.policies.tuned import card_name, keep
+from attnplug.policies.tuned import card_name, keep, make_place
 
 BATCH = 8
 LENGTHS = {
@@ -216,6 +216,7 @@ def run(heads: Heads, device: str, names: Sequence[str], console: Console) -> di
     if unknown:
         known = ", ".join((*DECODES, *PREFILLS))
         raise ArgumentError(f"tune: {unknown[0]!r} has no crossover to measure; {known} have")
+    make_place()  # which should not wait for the work
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
 

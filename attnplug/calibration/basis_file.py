@@ -17,7 +17,7 @@ from safetensors.torch import save as save_tensors
 
 from attnplug import files
 from attnplug.errors import FileError
-from attnplug.models.pretrained import cache_dir
+from attnplug.models.pretrained import CACHE, cache_dir
 from attnplug.ops.common.checks import why_not_width
 from attnplug.ops.sketch.model_basis import ModelBasis
 from attnplug.ops.sketch.state import COORDINATES
@@ -126,16 +126,23 @@ def path_of(weights: str, rope: str) -> Path:
     return folder_of_bases() / f"{weights}-{rope}.safetensors"
 
 
+def make_place(weights: str, rope: str) -> Path:
+    """`path_of`, where a file can be written now. Raises FileError."""
+    path = path_of(weights, rope)
+    with files.named_by(CACHE):
+        files.make_place(path)
+    return path
+
+
 def write(bases: Bases, model: str) -> Path:
     """Keep a model's bases; `model` is what the user called it. Raises FileError."""
     tensors = {"inv_freq": bases.inv_freq.cpu().contiguous()}
     for layer, basis in bases.layers.items():
         for name, tensor in basis._asdict().items():
             tensors[f"{layer}.{name}"] = tensor.cpu().contiguous()
-    path = path_of(bases.weights, bases.rope)
+    path = make_place(bases.weights, bases.rope)
     facts = {"format": FORMAT, "weights": bases.weights, "rope": bases.rope, "model": model}
-    files.make_folder(path.parent)
-    with files.replacing(path) as part:
+    with files.named_by(CACHE), files.replacing(path) as part:
         part.write_bytes(save_tensors(tensors, metadata=facts))
     return path
 
@@ -208,7 +215,9 @@ def find(folder: Path, rope: str, name: str) -> Bases:
     Raises FileError where there is none, or the file cannot be read."""
     weights = weights_of(folder)
     path = path_of(weights, rope)
-    if path.exists():
+    with files.reading(path, "a model's basis"):
+        there = path.exists()
+    if there:
         return read(path, weights, rope)
     if any(folder_of_bases().glob(f"{weights}-*.safetensors")):
         raise FileError(

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnplug.calibration.basis_file import Bases, rope_of, weights_of, write
+from attnplug.calibration.basis_file import Bases, make_place, rope_of, weights_of, write
 from attnplug.calibration.measure import measure
 from attnplug.calibration.texts import TOKENS, windows
 from attnplug.errors import UnsupportedModelError
@@ -31,6 +31,7 @@ def calibrate(name: str, device: str | None = None, tokens: int = TOKENS) -> Cal
     stays then."""
     model, tokenizer = load(name, device=device)
     weights = weights_of(checkpoint_folder(name))
+    make_place(weights, _rope(model))  # which should not wait for the work
     began = time.monotonic()
     bases, read = make(model, tokenizer, weights, tokens)
     path = write(bases, name)
@@ -57,8 +58,11 @@ def make(model: Any, tokenizer: Any, weights: str, tokens: int = TOKENS) -> tupl
         _check_finite(layer, own)
         layers[layer] = fit_model_basis(own, inv_freq.to(own.k_mean.device))
         _check_finite(layer, layers[layer])
-    rope = rope_of(model.config.get_text_config(decoder=True))
-    return Bases(weights, rope, inv_freq, layers), sum(map(len, texts))
+    return Bases(weights, _rope(model), inv_freq, layers), sum(map(len, texts))
+
+
+def _rope(model: Any) -> str:
+    return rope_of(model.config.get_text_config(decoder=True))
 
 
 def _check_finite(layer: int, found: Moments | ModelBasis) -> None:

@@ -3,7 +3,8 @@
 A command is a function of this folder. torch and transformers take seconds to import, so each
 command imports what it needs, and --help answers at once."""
 
-from typing import Annotated
+import os
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -20,7 +21,19 @@ from attnplug.cli.trace import trace
 
 __all__ = ["app"]
 
-app = typer.Typer(name="attnplug", pretty_exceptions_enable=False)
+
+class Commands(TyperGroup):
+    """attnplug's commands. A program that starts others without a terminal may tell them that it
+    has no columns ($COLUMNS is 0), and in so many not a letter would be printed, of help, of tables
+    and of errors: the variable is left out then."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        if not os.environ.get("COLUMNS", "none").strip("0"):
+            del os.environ["COLUMNS"]
+        return super().main(*args, **options)
+
+
+app = typer.Typer(name="attnplug", cls=Commands, pretty_exceptions_enable=False)
 for command in (demo, report, plan, eval, bench, tune, calibrate, serve, new_policy, doctor):
     app.command()(command)
 # What follows -- is another program's: none of it is ours to read.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from attnplug.call import AttentionCall, PagedCall, Served, band_mask
+from attnplug.call import AttentionCall, PagedCall, Served, band_mask, check_output
 from attnplug.errors import UnsupportedCallError
 from attnplug.models.hf import binding_of, stock_attention
 from attnplug.models.names import CACHE, PAGED_NAMES
@@ -286,7 +286,9 @@ def _decode(
         call.sinks,
         state,
     )
-    found = method.attend_pages(rows)[:, :, 0].transpose(0, 1)
+    found = method.attend_pages(rows)
+    check_output(method.name, rows.q, found)
+    found = found[:, :, 0].transpose(0, 1)
     if batch.at is None:
         out[0].copy_(found)
     else:

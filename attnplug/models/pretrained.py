@@ -41,6 +41,7 @@ from attnplug.models.device import default_device, read_device
 from attnplug.models.hub import hub_answers
 from attnplug.models.variants import VARIANTS
 
+CACHE = "ATTNPLUG_CACHE"  # the variable that names another folder than the user's cache
 # Part of the folder's name: a change of what the cache holds must not meet an older cache.
 FORMAT = "fp16-1"
 CHUNK = 1 << 20
@@ -90,7 +91,7 @@ def names() -> list[str]:
 
 def cache_dir() -> Path:
     """Where converted weights live: $ATTNPLUG_CACHE, else the platform's user cache directory."""
-    return Path(os.environ.get("ATTNPLUG_CACHE") or platformdirs.user_cache_dir("attnplug"))
+    return files.users_own(CACHE, lambda: platformdirs.user_cache_path("attnplug"))
 
 
 def checkpoint_dir(name: str) -> Path:

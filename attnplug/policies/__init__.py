@@ -14,12 +14,13 @@ from attnplug.errors import PolicyError
 from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import residency
 from attnplug.policies._gvr_layer import picks
+from attnplug.policies._promised import check_class
 from attnplug.policies._sketch_audit import Audit
 from attnplug.policies._sketch_layer import audit, audits, refit
 
 # A row a method: this import registers and exports it ("X as X" is what tools take for an export).
 from attnplug.policies.auto import Auto as Auto
-from attnplug.policies.base import SLOTS, DraftingPhase, Phase, TracingPhase, check_option
+from attnplug.policies.base import DraftingPhase, Phase, TracingPhase, check_option
 from attnplug.policies.certified import Certified as Certified
 from attnplug.policies.dense import Dense as Dense
 from attnplug.policies.dense import apply_sinks
@@ -71,27 +72,18 @@ __all__.sort(key=lambda name: (name[0].islower(), name))  # pyright: ignore[repo
 def register(cls: type[Phase]) -> type[Phase]:
     """Add a method under its `name`, so that policy strings can use it. Usable as a decorator.
 
-    Raises PolicyError if the class is not a Phase with a name and phases, or the name is taken.
+    Raises PolicyError if the class is not a Phase with a name, phases and the methods that they
+    need, or the name is taken.
     """
     if not (isinstance(cls, type) and issubclass(cls, Phase) and dataclasses.is_dataclass(cls)):
         raise PolicyError(
             f"register: {cls!r} is not a dataclass that subclasses attnplug.policies.Phase"
         )
-    name, phases = getattr(cls, "name", None), getattr(cls, "phases", frozenset())
-    if not (isinstance(name, str) and name.isidentifier()):
-        raise PolicyError(f"register: {cls.__name__}.name is {name!r}, needs an identifier")
-    if not phases or not phases <= SLOTS:
-        raise PolicyError(
-            f"register: {cls.__name__}.phases is {phases!r}, needs some of 'prefill', 'decode', "
-            "'trace'"
-        )
-    if "trace" in phases and not issubclass(cls, TracingPhase):
-        raise PolicyError(
-            f"register: {cls.__name__} traces, and does not subclass attnplug.policies.TracingPhase"
-        )
-    if _METHODS.get(name, cls) is not cls:
-        raise PolicyError(f"register: the name {name!r} is taken by {_METHODS[name].__name__}")
-    _METHODS[name] = cls
+    check_class(cls)
+    if _METHODS.get(cls.name, cls) is not cls:
+        taken = _METHODS[cls.name].__name__
+        raise PolicyError(f"register: the name {cls.name!r} is taken by {taken}")
+    _METHODS[cls.name] = cls
     return cls
 
 
@@ -148,6 +140,7 @@ def parse(policy: "str | Phase | Policy") -> Policy:
             )
         return parse_policy(policy, methods())
     if isinstance(policy, Phase):
+        check_class(type(policy))
         return Policy(**dict.fromkeys(sorted(policy.phases), policy))
     raise PolicyError(
         f"a policy is a string, a method or a Policy, not {type(policy).__name__}; "

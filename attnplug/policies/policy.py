@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from attnplug.call import AttentionCall, LatentCall, LayerShape, Served
+from attnplug.call import AttentionCall, Edges, LatentCall, LayerShape, Served, check_output
 from attnplug.errors import PolicyError
+from attnplug.policies._promised import check_class, choose, refuse, rounds_of
 from attnplug.policies.base import DraftingPhase, Phase, TracingPhase
 from attnplug.policies.dense import Dense
 from attnplug.policies.paged import PagedPhase, why_no_pages
@@ -39,17 +40,14 @@ class Policy:
                 raise PolicyError(
                     f"Policy: {slot} is {phase!r}, needs a method such as attnplug.Dense()"
                 )
-            elif slot not in phase.phases | phase.on_request:
-                raise PolicyError(
-                    f"Policy: {phase.name} cannot be the {slot} method, it serves "
-                    f"{' and '.join(sorted(phase.phases | phase.on_request))}"
-                )
-
-            elif slot == "trace" and not isinstance(phase, TracingPhase):
-                raise PolicyError(
-                    f"Policy: {phase.name} cannot trace, as {type(phase).__name__} does not "
-                    "subclass attnplug.policies.TracingPhase"
-                )
+            else:
+                check_class(type(phase))
+                served = phase.phases | phase.on_request
+                if slot not in served:
+                    raise PolicyError(
+                        f"Policy: {phase.name} cannot be the {slot} method, it serves "
+                        f"{' and '.join(sorted(served))}"
+                    )
 
     def resolve(self, shape: LayerShape, layers: int) -> tuple["Policy", str]:
         """The policy with the methods that serve such a layer in the place of those that only
@@ -60,10 +58,9 @@ class Policy:
         if shape.reads_latents and self.trace is not None:
             policy, why = dataclasses.replace(self, trace=None).resolve(shape, layers)
             return policy, "; ".join(filter(None, (why, "not traced: the layer keeps latents")))
-        prefill, why = self.prefill.resolve("prefill", shape, layers)
-        decode, more = self.decode.resolve("decode", shape, layers)
+        prefill, why = choose(self.prefill, "prefill", shape, layers)
+        decode, more = choose(self.decode, "decode", shape, layers)
         reasons = "; ".join(filter(None, (why, more)))
-        prefill, decode = prefill.on_this_machine(shape), decode.on_this_machine(shape)
         return dataclasses.replace(self, prefill=prefill, decode=decode), reasons
 
     def _resolve_indexed(self) -> tuple["Policy", str]:
@@ -112,11 +109,15 @@ class Policy:
             call.flush()
         call.served_by = phase.name
         out = phase.attend(call)
+        check_output(phase.name, call.q, out)
         if call.q.shape[2] > 1 and not few:
             self.decode.note_queries(call)
         if self.trace is not None and call.trace_to is not None:
             assert isinstance(self.trace, TracingPhase)  # checked by __post_init__
-            call.trace_to.emit(call, self.trace.observe(call, phase))
+            edges = self.trace.observe(call, phase)
+            if edges is not None and not isinstance(edges, Edges):
+                refuse(self.trace, "observe", edges, "Edges or None")
+            call.trace_to.emit(call, edges)
         return out
 
     def serves_steps(self, state: Any) -> Served:
@@ -127,7 +128,7 @@ class Policy:
 
     def rounds(self) -> int:
         """Drafts a round, where steps only draft and a dense pass verifies them; else 0."""
-        return self.decode.rounds() if isinstance(self.decode, DraftingPhase) else 0
+        return rounds_of(self.decode) if isinstance(self.decode, DraftingPhase) else 0
 
     @property
     def varies_rounds(self) -> bool:
@@ -152,7 +153,10 @@ class Policy:
         call.served_by = self.prefill.name if call.whole else "dense"
         if not call.whole and self.prefill != Dense():
             call.why_dense = "a piece of a prompt, which other requests have cut"
-        return (self.prefill if call.whole else Dense()).attend(call)
+        served = self.prefill if call.whole else Dense()
+        out = served.attend(call)
+        check_output(served.name, call.q, out)
+        return out
 
     @property
     def shares_pages(self) -> bool:

@@ -7,7 +7,6 @@ The file has them by card, by heads, and by the versions whose kernels were time
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +32,9 @@ class Tuned(NamedTuple):
 
 def crossover_file() -> Path:
     """The file that `attnplug tune` writes: $ATTNPLUG_CROSSOVERS, or one of the user's data."""
-    named = os.environ.get(PATH)
-    return Path(named) if named else platformdirs.user_data_path("attnplug") / "crossovers.json"
+    return files.users_own(
+        PATH, lambda: platformdirs.user_data_path("attnplug") / "crossovers.json"
+    )
 
 
 def card_name(device: torch.device) -> str:
@@ -59,11 +59,19 @@ def lookup(device: torch.device, heads: str, method: str) -> Tuned | None:
     return Tuned(entry["row"], entry["alone"], found["date"])
 
 
+def make_place() -> Path:
+    """The file, where it can be written now and is not damaged. Raises FileError."""
+    path = crossover_file()
+    with files.named_by(PATH):
+        files.make_place(path)
+    _known()
+    return path
+
+
 def keep(device: torch.device, heads: str, date: str, methods: Mapping[str, Any]) -> Path:
     """Write what was measured into the file, in the place of what it says of these methods."""
-    path = crossover_file()
-    files.make_folder(path.parent)
-    with files.alone_in(path.parent):
+    path = make_place()
+    with files.named_by(PATH), files.alone_in(path.parent):
         _write(path, card_name(device), heads, date, methods)
     return path
 
@@ -80,8 +88,8 @@ def _write(path: Path, card: str, heads: str, date: str, methods: Mapping[str, A
 
 def _known() -> dict[str, Any]:
     """What the file has; nothing where there is none, as most users have none."""
-    path = crossover_file()
     try:
+        path = crossover_file()
         stamp = path.stat().st_mtime_ns
     except OSError:
         return {}

@@ -203,6 +203,20 @@ def test_the_command_shows_and_keeps_crossovers(file, monkeypatch):
     assert run.exit_code == 1 and "'dense' has no crossover to measure" in run.stderr
 
 
+@pytest.mark.parametrize("there", ["no folder", "damaged"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(file, there, monkeypatch):
+    if there == "no folder":
+        file.parent.write_text("")
+    else:
+        file.parent.mkdir()
+        file.write_text("{")
+    monkeypatch.setattr(tune, "measure", lambda *_: pytest.fail("the work began"))
+    run = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["tune", "--device", "cpu"])
+    assert run.exit_code == 1
+    wanted = "set ATTNPLUG_CROSSOVERS" if there == "no folder" else "delete it"
+    assert wanted in run.stderr and "Traceback" not in run.output
+
+
 def test_two_that_tune_at_once_lose_nothing(file, monkeypatch):
     """Each writes the file anew; what the other writes meanwhile stays."""
     write, begun = tuned.files.write_text, threading.Event()

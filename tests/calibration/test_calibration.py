@@ -355,6 +355,23 @@ def test_the_command_makes_a_basis_and_says_where(cache, folder, tmp_path, monke
     assert wrong.exit_code == 1 and "no model could be loaded from" in wrong.output
 
 
+@pytest.mark.parametrize("there", ["a file", "a link to nowhere", "no right to write"])
+def test_a_place_that_cannot_be_written_is_told_before_the_work(cache, folder, there, monkeypatch):
+    """Minutes of work end in a file, for which no option names another place."""
+    cache.mkdir()
+    if there == "a file":
+        (cache / "bases").write_text("")
+    elif there == "a link to nowhere":
+        (cache / "bases").symlink_to(cache / "none" / "bases")
+    else:
+        monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
+    monkeypatch.setattr(command, "load", lambda *_, **__: (tiny_model(), None))
+    monkeypatch.setattr(command, "make", lambda *_: pytest.fail("the work began"))
+    with pytest.raises(FileError, match=r"may not be|cannot be") as raised:
+        command.calibrate(str(folder))
+    assert "set ATTNPLUG_CACHE" in str(raised.value)
+
+
 def test_a_folder_is_where_the_checkpoint_is(folder):
     from attnplug.models.pretrained import checkpoint_dir, checkpoint_folder
 

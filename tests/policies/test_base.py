@@ -74,7 +74,7 @@ def clean_registry(monkeypatch):
 
 
 def method(name: object, phases: object) -> type[Phase]:
-    body = {"name": name, "phases": phases, "__doc__": "Someone else's."}
+    body = {"name": name, "phases": phases, "__doc__": "Someone else's.", "attend": Dense.attend}
     return dataclasses.dataclass(frozen=True)(type("Theirs", (Phase,), body))
 
 
