@@ -203,7 +203,7 @@ def test_every_option_stands_on_its_methods_page(method):
     )
     for option in dataclasses.fields(attnplug.policies.methods()[method]):
         row = f"| `{option.name}` | `{option.default!r}` |"
-        assert row in page.read_text(), f"docs/{page.name} needs a row {row} ..."
+        assert row in page.read_text(), f"docs/methods/{page.name} needs a row {row} ..."
 
 
 @pytest.mark.parametrize("error", [e for e in attnplug.__all__ if e.endswith("Error")])
@@ -257,12 +257,18 @@ def test_every_public_name_is_in_the_api_reference(module):
     own = {name for home, name in listed if home == module}
     public = set(importlib.import_module(f"attnplug{module}").__all__)
     assert own <= public
-    assert public <= own | {name for home, name in listed if home == ""}
+    missing = sorted(public - own - {name for home, name in listed if home == ""})
+    assert not missing, f"docs/reference/api.md needs ::: lines of {', '.join(missing)}"
 
 
 def test_every_op_stands_in_the_reference():
     page = ops_page.PAGE.read_text()
     listed = [match[2] for match in ops_page.MARKED.finditer(page)]
+    missing = sorted(set(ops_page.ops()) - set(listed))
+    assert not missing, (
+        "docs/reference/ops.md needs a heading, a line '<!-- op NAME -->', a line '<!-- /op -->' "
+        f"and a table of shapes for {', '.join(missing)}"
+    )
     assert sorted(listed) == sorted(ops_page.ops()) and len(listed) > 17
     assert set(listed) <= set(ops_page.schemas())
     assert ops_page.fill(page) == page, "run python tests/ops_page.py"
@@ -274,7 +280,7 @@ def test_the_shapes_of_the_reference_are_the_docstrings(op):
     table = section.partition("<!-- /op -->")[2].partition("\n#")[0]
     docstring = re.sub(r"\s", "", ops_page.ops()[op].__doc__ or "")
     shapes = re.findall(r"`(\[[^`]*\])`", table)
-    assert shapes
+    assert shapes, f"docs/reference/ops.md: {op} needs a table of its tensors' shapes"
     for shape in shapes:
         assert re.sub(r"\s", "", shape) in docstring, shape
 
