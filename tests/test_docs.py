@@ -4,7 +4,9 @@ of every method stands on the method's page, and no figure is quoted outside the
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from itertools import pairwise
@@ -152,6 +154,26 @@ def test_the_scripts_for_several_gpus_run_on_two_processes(tmp_path):
         script = tmp_path / f"{name}.py"
         script.write_text(f"{code}assert tokens.shape[1] > 8\ntorch.distributed.barrier()\n")
         run_ranks(str(script))
+
+
+def test_the_kernel_of_the_page_compiles_for_a_gpu(tmp_path):
+    """Its lines run in a process without Triton's interpreter, beside the op alone."""
+    page = named("add-an-op.md")
+    op, _, _ = page.read_text().partition("## 7. Test it")
+    found = [text for language, text in FENCED.findall(op) if language == "python"]
+    (tmp_path / "row_max_lse.py").write_text("\n\n".join(found))
+    (code,) = [text for language, text in blocks(page) if language == "py"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"[1-9]\d* bytes of shared memory\n", done.stdout)
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
