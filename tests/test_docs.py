@@ -4,7 +4,9 @@ of every method stands on the method's page, and no figure is quoted outside the
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from itertools import pairwise
@@ -154,6 +156,26 @@ def test_the_scripts_for_several_gpus_run_on_two_processes(tmp_path):
         run_ranks(str(script))
 
 
+def test_the_kernel_of_the_page_compiles_for_a_gpu(tmp_path):
+    """Its lines run in a process without Triton's interpreter, beside the op alone."""
+    page = named("add-an-op.md")
+    op, _, _ = page.read_text().partition("## 7. Test it")
+    found = [text for language, text in FENCED.findall(op) if language == "python"]
+    (tmp_path / "row_max_lse.py").write_text("\n\n".join(found))
+    (code,) = [text for language, text in blocks(page) if language == "py"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"[1-9]\d* bytes of shared memory\n", done.stdout)
+
+
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_the_readmes_lines_run(tmp_path, monkeypatch, capsys):
     """With a small model on the CPU, which has the length of the README's."""
@@ -203,7 +225,7 @@ def test_every_option_stands_on_its_methods_page(method):
     )
     for option in dataclasses.fields(attnplug.policies.methods()[method]):
         row = f"| `{option.name}` | `{option.default!r}` |"
-        assert row in page.read_text(), f"docs/{page.name} needs a row {row} ..."
+        assert row in page.read_text(), f"docs/methods/{page.name} needs a row {row} ..."
 
 
 @pytest.mark.parametrize("error", [e for e in attnplug.__all__ if e.endswith("Error")])
@@ -257,12 +279,18 @@ def test_every_public_name_is_in_the_api_reference(module):
     own = {name for home, name in listed if home == module}
     public = set(importlib.import_module(f"attnplug{module}").__all__)
     assert own <= public
-    assert public <= own | {name for home, name in listed if home == ""}
+    missing = sorted(public - own - {name for home, name in listed if home == ""})
+    assert not missing, f"docs/reference/api.md needs ::: lines of {', '.join(missing)}"
 
 
 def test_every_op_stands_in_the_reference():
     page = ops_page.PAGE.read_text()
     listed = [match[2] for match in ops_page.MARKED.finditer(page)]
+    missing = sorted(set(ops_page.ops()) - set(listed))
+    assert not missing, (
+        "docs/reference/ops.md needs a heading, a line '<!-- op NAME -->', a line '<!-- /op -->' "
+        f"and a table of shapes for {', '.join(missing)}"
+    )
     assert sorted(listed) == sorted(ops_page.ops()) and len(listed) > 17
     assert set(listed) <= set(ops_page.schemas())
     assert ops_page.fill(page) == page, "run python tests/ops_page.py"
@@ -274,7 +302,7 @@ def test_the_shapes_of_the_reference_are_the_docstrings(op):
     table = section.partition("<!-- /op -->")[2].partition("\n#")[0]
     docstring = re.sub(r"\s", "", ops_page.ops()[op].__doc__ or "")
     shapes = re.findall(r"`(\[[^`]*\])`", table)
-    assert shapes
+    assert shapes, f"docs/reference/ops.md: {op} needs a table of its tensors' shapes"
     for shape in shapes:
         assert re.sub(r"\s", "", shape) in docstring, shape
 

@@ -45,13 +45,13 @@ def test_launches_pass_their_arguments_by_keyword():
 def test_references_are_compiled_in_one_place():
     """numba's own decorator raises where it can write to no folder."""
     users = [module for module, path in HOUSE.files.items() if "numba.njit" in path.read_text()]
-    assert users == ["attnplug.ops.common.numba_cache"]
+    assert users == ["attnplug.ops.common.numba_cache"], "elsewhere, import njit and prange from it"
 
 
 def test_triton_is_imported_in_one_place():
     """Elsewhere a file could not be imported on macOS and Windows."""
     users = [module for module in HOUSE.files if "triton" in HOUSE.packages(module)]
-    assert users == ["attnplug.ops.common.triton"]
+    assert users == ["attnplug.ops.common.triton"], "elsewhere, import triton and tl from it"
 
 
 def test_tensors_take_no_defaults_of_the_user():

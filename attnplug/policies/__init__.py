@@ -9,7 +9,15 @@ from importlib.metadata import EntryPoint, entry_points
 
 from transformers import Cache
 
-from attnplug.call import AttentionCall, Edges, EdgeWriter, LayerShape, Reads, StepReads
+from attnplug.call import (
+    AttentionCall,
+    Edges,
+    EdgeWriter,
+    LayerShape,
+    PagedCall,
+    Reads,
+    StepReads,
+)
 from attnplug.errors import PolicyError
 from attnplug.policies._certified_layer import Certificates, certified_layers
 from attnplug.policies._gather_layers import residency
@@ -46,6 +54,7 @@ __all__ = [
     "EdgeWriter",
     "Edges",
     "LayerShape",
+    "PagedCall",
     "PagedPhase",
     "Phase",
     "Policy",

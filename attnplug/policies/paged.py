@@ -33,7 +33,8 @@ class PagedPhase(Phase):
 
     def page_state(self, k: torch.Tensor, basis: Any = None) -> Any:
         """What this method keeps beside one layer's pages `k [pages,Hkv,page,D]`, or None. `basis`
-        is the layer's, where the method has one of the model (`has_model_basis`)."""
+        is the layer's, where the method has one of the model (`has_model_basis`). Called before
+        anything is written to the pages."""
         return None
 
     def pages_note(self, device: torch.device) -> str:
@@ -41,12 +42,14 @@ class PagedPhase(Phase):
         return ""
 
     def page_share(self, itemsize: int) -> float:
-        """The bytes of `page_state`, as a share of the bytes of keys and values."""
+        """The bytes of `page_state`, as a share of the bytes of keys and values, of `itemsize`
+        bytes a number: the largest share that a layer's shape can give."""
         return 0.0
 
     def note_pages(self, k: torch.Tensor, state: Any, slots: torch.Tensor) -> None:
         """Called after keys were written or copied to the `slots` `[N]` of one layer's pages: page
-        times its size, plus the place in it. Not of a method that has a basis of the model."""
+        times its size, plus the place in it, or -1 for a row that only pads the batch. Not of a
+        method that has a basis of the model."""
 
     def code_pages(
         self,
