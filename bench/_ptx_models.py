@@ -22,12 +22,12 @@ PAGE = 16
 # What `trained` launches for layers of DeepSeek-V3.2, GLM-5.3 and MiniMax-M3, and sketch on pages:
 # the cases of `bench/ptx.py record`, and of these the few of the quick form.
 OPS = {
-    "index_topk": ("step 32K", "prefill", "fp32 step D=256"),
-    "latent_attention": ("step", "prefill", "fp32"),
-    "block_maxima": ("prefill", "fp32 D=256"),
-    "pool_keys": ("128K",),
-    "encode_pages": ("a step",),
-    "sketch_pages": ("8 rows", "D=256"),
+    "index_topk": ("fp8 prefill",),
+    "latent_attention": ("prefill", "fp32"),
+    "block_maxima": ("fp32 D=256",),
+    "pool_keys": (),
+    "encode_pages": (),
+    "sketch_pages": ("D=256",),
 }
 
 

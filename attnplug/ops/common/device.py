@@ -24,6 +24,7 @@ class Card(NamedTuple):
     asm: bool = False  # takes PTX inline, and a limit of the registers of a thread (maxnreg)
     mma: bool = False  # multiplies 16-bit tiles by mma.sync, and takes bfloat16
     wgmma: bool = False  # multiplies by warp groups: Hopper alone
+    tmem: bool = False  # multiplies 64 rows and more in tensor memory: Blackwell's for data centres
     tma: bool = False  # copies tiles to shared memory by its tensor memory accelerator
     fp8: bool = False  # converts float8_e4m3fn
     precision: str = "tf32x3"  # of float32 products that need more than TF32's bits
@@ -50,6 +51,7 @@ class Card(NamedTuple):
             asm=nvidia,
             mma=nvidia and capability >= (8, 0),
             wgmma=nvidia and capability == (9, 0),
+            tmem=nvidia and capability[0] in (10, 11),
             tma=ninth,
             fp8=nvidia and capability >= (8, 9),
             precision="ieee" if vendor == "amd" else "tf32x3",

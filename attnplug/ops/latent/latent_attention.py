@@ -217,14 +217,18 @@ def padded_channels(width: int) -> int:
     return max(16, next_power_of_two(width))
 
 
-def shared_bytes(plan: Plan, widths: tuple[int, int], itemsize: int, wgmma: bool) -> int:
+def shared_bytes(plan: Plan, widths: tuple[int, int], itemsize: int, on: Card) -> int:
     """Bytes of shared memory of a program at most: its queries, tiles of tokens, and the weights of
     a tile. Warp groups, which multiply 64 rows, keep the tiles of a turn more, and so do float32
-    products, which also keep their queries twice."""
+    products, which also keep their queries twice. Products in tensor memory, of 64 rows too, keep
+    two turns more once a loop is a pipeline."""
     row = sum(padded_channels(x) for x in widths) * itemsize
     rows = plan.rows * (2 if itemsize == 4 else 1)
-    longer = itemsize == 4 or (wgmma and plan.rows >= 64)
+    wide = itemsize == 2 and plan.rows >= 64
+    longer = itemsize == 4 or (wide and (on.wgmma or on.tmem))
     turns = plan.stages if longer else max(1, plan.stages - 1)
+    if wide and on.tmem and plan.stages > 1:
+        turns += 1
     weights = 0 if longer else plan.rows * plan.tile * itemsize  # else in registers
     return (rows + turns * plan.tile) * row + weights + BESIDE
 
@@ -250,10 +254,10 @@ def plan_for(
     if itemsize == 4 and widths[0] > 256:  # the products' operands alone are more than registers
         plan = Plan(16, 16, 1, 8, 1, 0)
     fewest = 4 if itemsize == 4 else 16  # rows; tensor cores, which float32 does not use, have 16
-    while shared_bytes(plan, widths, itemsize, on.wgmma) > on.shared:
+    while shared_bytes(plan, widths, itemsize, on) > on.shared:
         if plan.stages > 2:
             plan = plan._replace(stages=plan.stages - 1)
-        elif plan.rows > 32:
+        elif plan.rows > 32 and not on.tmem:  # which takes 64 rows or none
             plan = plan._replace(rows=plan.rows // 2)
         elif plan.tile > 16:
             plan = plan._replace(tile=plan.tile // 2)

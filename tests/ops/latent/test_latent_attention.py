@@ -184,6 +184,7 @@ CARDS = {
     "4090": Card.made("nvidia", (8, 9), 128, 101376),
     "A100": Card.made("nvidia", (8, 0), 108, 166912),
     "H200": Card.made("nvidia", (9, 0), 132, 232448),
+    "B200": Card.made("nvidia", (10, 0), 148, 232448),
     "MI300X": Card.made("amd", (9, 4), 304, 65536),
 }
 
@@ -196,7 +197,7 @@ def test_plans_fit_every_card(name, itemsize, widths):
         for listed in (False, True):
             shape = batch, queries, heads, slots, listed, widths, itemsize
             plan = op.plan_for(*shape, CARDS[name])
-            assert op.shared_bytes(plan, widths, itemsize, CARDS[name].wgmma) <= CARDS[name].shared
+            assert op.shared_bytes(plan, widths, itemsize, CARDS[name]) <= CARDS[name].shared
             assert (
                 plan.tile >= 16 and plan.rows >= (4 if itemsize == 4 else 16) and plan.splits >= 1
             )
