@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import _ptx_latent  # noqa: F401 - its cases are among CASES then, as those of _ptx_tokens are
+import _ptx_latent  # noqa: F401 - the import adds its cases to CASES, as that of _ptx_tokens does
 import torch
 from _ptx_inputs import BF16, CASES, FP8, FP32, INT64, attention, new, padding, summaries
 from _ptx_tokens import sketched, tier_of

@@ -14,6 +14,7 @@ A release makes a whole run, and writes the file anew from it (CONTRIBUTING.md):
 
 import json
 import pathlib
+import re
 import sys
 import xml.etree.ElementTree
 
@@ -24,33 +25,36 @@ QUICKEST = 1.5
 
 
 def function_of(name):
-    """A test's own name, without the parameters of a case."""
+    """A test's own name, with that of its class and without the parameters of a case."""
     return name.partition("[")[0]
 
 
 def slow_cases(seconds, names):
-    """Of a file's cases `names` those to leave out; `seconds` is {name: seconds} of that file."""
-    quickest = {}
-    for name in names:
-        taken = seconds.get(name, 0.0), name
-        quickest[function_of(name)] = min(taken, quickest.get(function_of(name), taken))
-    return {
-        name
-        for name in names
-        if seconds.get(name, 0.0) > (QUICKEST if quickest[function_of(name)][1] == name else CASE)
-    }
+    """Of a file's cases `names`, a set to leave out; `seconds` is {name: seconds} of that file."""
+    slow, seen = set(), set()
+    for taken, name in sorted((seconds.get(name, 0.0), name) for name in names):
+        if taken > (CASE if function_of(name) in seen else QUICKEST):
+            slow.add(name)
+        seen.add(function_of(name))
+    return slow
 
 
 def quick_and_slow(items, root):
     """What pytest collected below the folder `root`, in two lists: to run, and to leave out."""
     measured = json.loads(FILE.read_text())
-    names = {}
+    files = {}
     for item in items:
-        names.setdefault(item.path.relative_to(root).as_posix(), []).append(item.name)
-    slow = {path: slow_cases(measured.get(path, {}), names[path]) for path in names}
+        path = item.path.relative_to(root).as_posix()
+        files.setdefault(path, []).append(item.nodeid.partition("::")[2])
+    slow = {
+        (path, name)
+        for path, names in files.items()
+        for name in slow_cases(measured.get(path, {}), names)
+    }
     lists = [], []
     for item in items:
-        lists[item.name in slow[item.path.relative_to(root).as_posix()]].append(item)
+        path, name = item.path.relative_to(root).as_posix(), item.nodeid.partition("::")[2]
+        lists[(path, name) in slow].append(item)
     return lists
 
 
@@ -60,8 +64,9 @@ def measured_in(report):
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         seconds = float(case.get("time"))
         if len(case) == 0 and seconds >= ENTRY:
-            path = case.get("classname").replace(".", "/") + ".py"
-            files.setdefault(path, {})[case.get("name")] = round(seconds, 1)
+            module, group = re.fullmatch(r"(.*?\.test_\w+)\.?(.*)", case.get("classname")).groups()
+            name = f"{group}::{case.get('name')}" if group else case.get("name")
+            files.setdefault(module.replace(".", "/") + ".py", {})[name] = round(seconds, 1)
     return {path: dict(sorted(files[path].items())) for path in sorted(files)}
 
 

@@ -23,9 +23,9 @@ __all__ = ["app"]
 
 
 class Commands(TyperGroup):
-    """attnplug's commands. A program that starts others without a terminal may tell them that it
-    has no columns ($COLUMNS is 0), and in so many not a letter would be printed, of help, of tables
-    and of errors: the variable is left out then."""
+    """attnplug's commands. A program that starts others without a terminal may set $COLUMNS to 0.
+    Help, tables and errors would be cut to that width, and nothing of them be left, so the variable
+    is removed then."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         if not os.environ.get("COLUMNS", "none").strip("0"):

@@ -7,6 +7,8 @@ import torch
 from attnplug.call import PagedCall
 from attnplug.policies.base import Phase
 
+OWN_ROWS = "needs rows of a cache of its own"  # a reason why a method cannot decode from pages
+
 
 class PagedPhase(Phase):
     """A decode method that also reads a paged cache `k, v [pages,Hkv,page,D]`, whose rows are
@@ -18,7 +20,7 @@ class PagedPhase(Phase):
     """
 
     notes_in_step: ClassVar[bool] = False  # `begin_far` notes the keys at a call's slots
-    # Served steps of up to so many rows run `attend_rows`, and no other method for near rows.
+    # The most rows of a served step that `attend_rows` takes, without another method for near rows.
     rows_whole: ClassVar[int] = 0
     has_model_basis: ClassVar[bool] = False  # over pages it codes keys in a basis of the model
 
@@ -100,4 +102,4 @@ class PagedPhase(Phase):
 def why_no_pages(method: Phase) -> str | None:
     """Why a method cannot decode from pages, or None."""
     paged = isinstance(method, PagedPhase)
-    return method.pages_refusal() if paged else "needs rows of a cache of its own"
+    return method.pages_refusal() if paged else OWN_ROWS

@@ -77,13 +77,11 @@ class Policy:
     @property
     def attends_latents(self) -> bool:
         """Whether both methods serve a layer whose model picks what it reads."""
-        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         return isinstance(self.prefill, Trained) and isinstance(self.decode, Trained)
 
     @property
     def attends_all_latents(self) -> bool:
         """Whether both methods serve a layer whose cache keeps latents, and read all of them."""
-        assert self.prefill is not None and self.decode is not None  # filled by __post_init__
         return isinstance(self.prefill, Dense) and isinstance(self.decode, Dense)
 
     def attend_all_latents(self, call: LatentCall) -> torch.Tensor:

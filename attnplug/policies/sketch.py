@@ -28,6 +28,7 @@ from attnplug.policies._few_queries import asks_for_few
 from attnplug.policies._sketch_audit import Asked
 from attnplug.policies._sketch_layer import HostSketchLayer, SketchLayer
 from attnplug.policies.crossover import PagedDenseBelow
+from attnplug.policies.paged import OWN_ROWS
 
 FIXED = (1 + LOCAL.value) * BLOCK  # tokens that every step reads: the sink and the last blocks
 # k=None: an eighth of a cache's slots as a power of two, which no long decode was seen to lose
@@ -195,8 +196,7 @@ class Sketch(PagedDenseBelow):
         return out
 
     def pages_refusal(self) -> str | None:
-        # Continuous batching has no basis of the model.
-        return "needs rows of a cache of its own"
+        return OWN_ROWS  # continuous batching has no basis of the model
 
     def for_requests(self, longest: int) -> "Sketch":
         """With as many picks as the longest has, which every row reads: its crossovers then count

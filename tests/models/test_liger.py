@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from batching_cases import llama
 
 import attnplug
 
@@ -11,26 +11,14 @@ pytestmark = pytest.mark.gpu  # its kernels do not run in Triton's interpreter
 PROMPT, NEW = 700, 24
 
 
-def make_model():
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).eval().cuda()
-
-
 def fuse(model):
     liger._apply_liger_kernel_to_instance(model=model)
 
 
 def tokens_of(model, rows):
-    ids = torch.randint(256, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+    ids = torch.randint(
+        model.config.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows)
+    )
     with torch.no_grad():
         return model.generate(ids.cuda(), max_new_tokens=NEW, do_sample=False)
 
@@ -41,9 +29,9 @@ def tokens_of(model, rows):
     ["dense", "momo(top_k=512, min_tokens=0)+gather(k=64, block=16, min_tokens=0)"],
 )
 def test_tokens_are_those_of_the_fused_model(first, policy):
-    stock = make_model()
+    stock = llama().cuda()
     fuse(stock)
-    model = make_model()
+    model = llama().cuda()
     if first == "liger":
         fuse(model)
     model = attnplug.apply(model, policy=policy)
