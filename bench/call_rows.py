@@ -56,6 +56,8 @@ def _row(call: Call, peer: str, other: Call) -> Call:
     times, others = (1e6 * np.array(each["times_s"]) for each in (call, other))
     new = call["new"]
     options = f"{new} new token{'s' * (new != 1)}" + ", warmed" * call["warm"]
+    if "imposed" in call and "exact" in call["policy"]:
+        options += f", drafts accepted with chance {call['imposed']}"
     return _result("call", call, options, peer, times, float(np.median(others)))
 
 

@@ -17,19 +17,16 @@ whole_calls.py tell what a call's second step costs. `--small` is for a try on a
 
 import argparse
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from _acceptance import accepting
 from whole_calls import CONFIG, SMALL, built, say, seconds
 
 import attnplug
 from attnplug.bench.provenance import provenance
-from attnplug.models import pace, round_steps
-from attnplug.models.decode_loop import Decoding
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
 from attnplug.policies import parse
@@ -37,30 +34,6 @@ from attnplug.policies import parse
 # Tokens of a call's own prompt, and of a short and a long answer; on a GPU, where the difference of
 # 70 tokens scattered by a fifth, of a longer one.
 PROMPT, SHORT, LONG, LONGER = 20, 40, 110, 440
-
-
-@contextmanager
-def accepting(share: int | float) -> Iterator[None]:
-    """Within it every round accepts `share` drafts of each row, or each draft behind accepted ones
-    with the chance `share`. The caches that this bench has filled count as generate's own, which
-    nobody sees again, and a call of any length as long enough for rounds."""
-    own, kept, ready = round_steps.settle, Decoding.is_kept, pace.READY
-
-    def settle(cache: Any, tokens: torch.Tensor, *state: Any) -> None:
-        *state, chosen = state
-        # what dense would have had to choose
-        agreed = torch.cat([tokens[:, 1:], chosen[:, -1:]], 1)
-        if isinstance(share, int):
-            refused = torch.arange(agreed.shape[1], device=agreed.device) >= share
-        else:
-            refused = torch.rand(agreed.shape, device=agreed.device) >= share
-        own(cache, tokens, *state, torch.where(refused, torch.where(agreed == 7, 8, 7), agreed))
-
-    round_steps.settle, Decoding.is_kept, pace.READY = settle, lambda self: False, 0
-    try:
-        yield
-    finally:
-        round_steps.settle, Decoding.is_kept, pace.READY = own, kept, ready
 
 
 def filled(model: Any, rows: int, tokens: int) -> Any:
@@ -121,7 +94,7 @@ def main() -> None:
         for m, count in zip(ms, accepted, strict=True):
             policies.append((f"exact(draft={asked.draft!r}, m={m!r}{more})", count))
         for policy, count in policies:
-            with attnplug.applied(model, policy), accepting(count or 0):
+            with attnplug.applied(model, policy), accepting(count or 0, over_filled_caches=True):
                 row = {
                     "policy": policy,
                     "n": tokens,

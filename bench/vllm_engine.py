@@ -102,6 +102,8 @@ def compare(options: argparse.Namespace) -> None:
     come: a run that is cut keeps them."""
     stock: dict[str, list[float]] = {}
     kept, asked = folder_of(options.shape) / "stock.json", asked_of_stock(options)
+    if "sketch" in options.policy:
+        keep_basis(SHAPES[options.shape], folder_of(options.shape))
     if options.resume:
         stock = read_stock(kept, asked)
     else:
@@ -125,6 +127,35 @@ def folder_of(shape: str) -> Path:
     folder = Path(tempfile.gettempdir(), f"attnplug-{shape}")
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def keep_basis(shape: dict[str, Any], folder: Path) -> None:
+    """Give the model, whose random weights are in no file, a file by which it is known and a basis:
+    that of a single layer of its heads, for all layers, as steps take as long by any."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+
+    from attnplug.calibration.basis_file import Bases, rope_of, weights_of, write
+    from attnplug.calibration.measure import measure
+    from attnplug.ops.sketch.model_basis import fit_model_basis
+
+    write_config(folder, shape)
+    save_file({"name": torch.zeros(1)}, folder / "model.safetensors")
+    small = dict(num_hidden_layers=1, hidden_size=256, intermediate_size=256, vocab_size=1000)
+    model = Qwen2ForCausalLM(Qwen2Config(**(shape | COMMON | small | {"torch_dtype": "float32"})))
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(2, 1000, (4096,), generator=draw).tolist()]
+    inv_freq, moments = measure(model.eval(), texts)
+    basis = fit_model_basis(moments[0], inv_freq)
+    count = shape["num_hidden_layers"]
+    layers = {layer: type(basis)(*(x.clone() for x in basis)) for layer in range(count)}
+    rope = rope_of(AutoConfig.from_pretrained(folder))
+    write(Bases(weights_of(folder), rope, inv_freq, layers), folder.name)
+
+
+def write_config(folder: Path, shape: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(shape | COMMON))
 
 
 def asked_of_stock(options: argparse.Namespace) -> dict[str, Any]:
@@ -176,9 +207,9 @@ def rows_of(options, key: str, times: list[float], stock: list[float]) -> list[d
 
     case, tokens, rows = key.split(" ")
     n, batch = int(tokens), int(rows)
-    shape = SHAPES[options.shape]
+    shape, decoder = SHAPES[options.shape], options.policy.split("+")[-1].partition("(")[0]
     op, bytes_, flops = (
-        ("momo", *bill(shape, n, n, 1)) if "ttft" in case else ("gather", *bill(shape, n, 1, batch))
+        ("momo", *bill(shape, n, n, 1)) if "ttft" in case else (decoder, *bill(shape, n, 1, batch))
     )
     row = dict(
         op=op,
@@ -282,7 +313,7 @@ class Engine:
 
         self.shape = SHAPES[options.shape]
         folder = folder_of(options.shape)
-        (folder / "config.json").write_text(json.dumps(self.shape | COMMON))
+        write_config(folder, self.shape)
         if options.engine == STOCK:
             chosen: dict[str, Any] = dict(attention_backend="FLASH_ATTN")
         else:

@@ -12,10 +12,12 @@ a host whose speed changes within seconds is then the same for all. Name a polic
 time with a space behind it, to see what two models of the same policy differ by. `--root` measures
 another tree's attnplug with this script: run both in turn on one machine. `--small` is for a try on
 a CPU.
+`--accepted` is the chance that a draft of exact is accepted, as random weights say nothing of it.
 `call_rows.py` makes rows of results of what `--out` got.
 """
 
 import argparse
+import contextlib
 import copy
 import gc
 import itertools
@@ -139,18 +141,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--accepted", type=float)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--root", type=Path)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.root:
         sys.path.insert(0, str(asked.root))
-    import attnplug  # of --root
-    from attnplug.bench.provenance import provenance
+    from attnplug.bench.provenance import provenance  # of --root
 
     device = "cpu" if asked.small else "cuda"
     model = built(SMALL if asked.small else CONFIG, device)
-    call = Calls(model, asked.batch)
     about = {
         "case": "call",
         "batch": asked.batch,
@@ -158,11 +159,31 @@ def main() -> None:
         "root": str(asked.root or ""),
     }
     about |= provenance()
-    if asked.beside:
-        if asked.warm or asked.profile:
-            parser.error("--beside takes neither --warm nor --profile")
-        beside(model, asked.policies.split(";"), asked, about)
-        return
+    if asked.accepted is not None:
+        about["imposed"] = asked.accepted
+    with drafts(asked.accepted):
+        if asked.beside:
+            if asked.warm or asked.profile:
+                parser.error("--beside takes neither --warm nor --profile")
+            beside(model, asked.policies.split(";"), asked, about)
+        else:
+            alone(model, asked, about)
+
+
+def drafts(accepted: float | None) -> Any:
+    """A context in which drafts are accepted with this chance, if it is given."""
+    if accepted is None:
+        return contextlib.nullcontext()
+    from _acceptance import accepting
+
+    return accepting(accepted)
+
+
+def alone(model: Any, asked: argparse.Namespace, about: dict) -> None:
+    """The calls of one policy after the other."""
+    import attnplug
+
+    call = Calls(model, asked.batch)
     for policy in asked.policies.split(";"):
         if policy != "stock":
             attnplug.apply(model, policy)
