@@ -81,12 +81,3 @@ def test_a_server_without_a_basis_says_what_to_run(monkeypatch, tmp_path):
     model.model = str(tmp_path)
     with pytest.raises(ServeError, match="has no basis"):
         basis.check_basis(types.SimpleNamespace(model_config=model))
-
-
-def test_an_engine_on_a_gpu_is_refused(monkeypatch):
-    """Until the kernels over pages have been checked on one."""
-    from attnplug.serve.vllm import basis
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ServeError, match="sketch: its kernels over pages have not been checked on"):
-        basis.check_basis(types.SimpleNamespace())

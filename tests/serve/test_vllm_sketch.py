@@ -6,7 +6,7 @@ import os
 import subprocess
 
 import pytest
-import torch
+from model_bases import keep_basis
 from vllm_engines import (
     ENVIRONMENT,
     FIRST,
@@ -20,10 +20,6 @@ from vllm_engines import (
     prompt,
     small_model,
 )
-
-from attnplug.calibration.basis_file import Bases, rope_of, weights_of, write
-from attnplug.calibration.measure import measure
-from attnplug.ops.sketch.model_basis import fit_model_basis
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 COVERING = "momo(min_tokens=0, top_k=512)+sketch(k=2048, min_tokens=0)"
@@ -47,16 +43,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(model, tmp_path_factory):
-    """attnplug's cache folder, with a basis of the model: of random tokens, as it reads no text."""
+    """attnplug's cache folder, with a basis of the model."""
     folder = tmp_path_factory.mktemp("cache")
-    draw = torch.Generator().manual_seed(0)
-    texts = [torch.randint(2, 1000, (900,), generator=draw).tolist() for _ in range(3)]
-    inv_freq, moments = measure(model[0], texts)
-    layers = {layer: fit_model_basis(own, inv_freq) for layer, own in moments.items()}
-    bases = Bases(weights_of(model[1]), rope_of(model[0].config), inv_freq, layers)
-    with pytest.MonkeyPatch.context() as here:
-        here.setenv("ATTNPLUG_CACHE", str(folder))
-        write(bases, "qwen2")
+    keep_basis(*model, folder)
     return folder
 
 

@@ -21,13 +21,8 @@ from attnplug.serve.vllm.options import VLLM
 
 
 def check_basis(config: Any) -> Bases:
-    """The bases of a server's model. Raises ServeError where there are none, where nobody can tell
-    whose they are, and on a GPU, which no test of the kernels over pages has run on yet."""
-    if torch.cuda.is_available():
-        raise VLLM.error(
-            "sketch: its kernels over pages have not been checked on a GPU yet, and only engines "
-            "on a CPU run them; take gather or gvr"
-        )
+    """The bases of a server's model. Raises ServeError where there are none, and where nobody can
+    tell whose they are."""
     model = config.model_config
     if model.revision is not None and not Path(model.model).is_dir():
         raise VLLM.error(

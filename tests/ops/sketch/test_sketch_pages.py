@@ -261,9 +261,10 @@ def test_what_a_step_knows_before_it_reads_codes(device_path, width, group, pair
             pieces = torch.where(weight > 0, fixed_out[b, heads], 0.0)
             out = (weight * pieces).sum(1)
             value = made.pages.rows[1][b, h, :n].double()
-            assert torch.allclose(
-                out.double(), exact[:, fixed].softmax(-1) @ value[fixed], atol=1e-5
-            )
+            # float32 rounds a score, and so its exponential by as much of itself
+            room = 4 * torch.finfo(torch.float32).eps * exact.abs().max() * value.abs().max()
+            wanted = exact[:, fixed].softmax(-1) @ value[fixed]
+            assert (out - wanted).abs().max() <= room, f"{(out - wanted).abs().max()}, {room}"
             count = near - 128
             at = torch.arange(min(count, 2048))
             at = 128 + (at * count // 2048 if count > 2048 else at)
