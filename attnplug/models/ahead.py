@@ -4,8 +4,8 @@ A call's first step runs as it is, for what it does on the host, and its second 
 Where an earlier call of the same kind has run, the first step is known to do nothing on the host
 but what a capture does too. So it is captured at once:
 
-- where all its layers read their caches densely, in its own place: the host takes as long to run a
-  step kernel by kernel as five steps of a graph take;
+- where all its layers read their caches densely, or say that their steps are alike, in its own
+  place: the host takes as long to run a step kernel by kernel as five steps of a graph take;
 - where sketch is about to prepare its layers, in front of that. A GPU queues about a thousand
   kernels, and then the host waits. sketch makes the bases of a prompt in some eleven hundred, which
   the host would queue in front of a call's capture: it would come to that when all of them have
@@ -22,6 +22,7 @@ import torch
 from attnplug.models.autocast import autocast_dtype
 from attnplug.models.cache import PlugLayer
 from attnplug.models.captured import Step
+from attnplug.models.hook import state_of
 from attnplug.models.patience import PatientStep
 from attnplug.models.sliding import SlidingLayer
 from attnplug.models.walk import all_modules
@@ -40,7 +41,7 @@ def capture_ahead(call: Any, step: Step, due: Due, arguments: Sequence[Any]) -> 
         return
     layers = [layer for each in due for layer in each]
     late = all(layer.is_expected is not None for layer in layers)
-    if not (late if layers else _reads_densely(call)):
+    if not (late if layers else _are_alike(call)):
         return
     kind = kind_of(call, arguments)
     if kind is not None:
@@ -48,11 +49,19 @@ def capture_ahead(call: Any, step: Step, due: Due, arguments: Sequence[Any]) -> 
             step.ahead(kind, *arguments)
 
 
-def _reads_densely(call: Any) -> bool:
-    """Whether a step of a call reads all of its layers' caches as its prompt did, by dense."""
-    served = [x.served.get("decode") for x in call.bound.values() if x.policy is not None]
-    dense = all(each is not None and each.by == "dense" for each in served)
-    return dense and all(isinstance(each, (PlugLayer, SlidingLayer)) for each in call.cache.layers)
+def _are_alike(call: Any) -> bool:
+    """Whether a call's first step does nothing on the host that later ones do not: all layers read
+    their caches as the prompt did, by dense, or have caches that say so."""
+    if not all(isinstance(each, (PlugLayer, SlidingLayer)) for each in call.cache.layers):
+        return False
+    for module, binding in call.bound.items():
+        served = binding.served.get("decode")
+        dense = served is not None and served.by == "dense"
+        layer = state_of(call.cache, module.layer_idx)
+        alike = isinstance(layer, PlugLayer) and layer.steps_are_alike
+        if binding.policy is not None and not (dense or alike):
+            return False
+    return True
 
 
 def kind_of(call: Any, arguments: Sequence[Any]) -> int | None:

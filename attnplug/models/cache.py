@@ -41,14 +41,15 @@ class PlugLayer(WatchedLayer):
     and whatever else touches the layer writes it first. No token is pending between two passes.
 
     A subclass that keeps more than keys and values names it in `row_buffers`: attributes, each a
-    tensor or a NamedTuple of tensors whose first dimension is the rows, and the number that `reset`
-    fills them with (None: `reset` leaves them). `lazy_initialization` makes them by `bind_rows`,
-    the base moves them with their rows, and `update` and `crop` keep true what they say of tokens.
+    tensor or a NamedTuple of tensors whose first dimension is the rows, and what `reset` fills them
+    with (None: nothing). `lazy_initialization` makes them by `bind_rows`, the base moves them with
+    their rows, and `update` and `crop` keep true what they say of tokens.
     """
 
     row_buffers: ClassVar[RowBuffers] = {}
     is_croppable = True
     defers_write = False
+    steps_are_alike = False  # a call's first step does nothing on the host that later ones do not
     defer_next = False  # for one update: PolicyHook sets it where plug_attention will follow
     exposes_buffers = False  # a prefill's attention got the buffers themselves, not copies
     pending: tuple[torch.Tensor, torch.Tensor] | None = None

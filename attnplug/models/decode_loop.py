@@ -65,7 +65,6 @@ from attnplug.ops.common.first_call import remark
 LAG = {"cuda": 2, "cpu": 0}
 # Where steps compile layer by layer: bench/step_7b.py has found such steps fast.
 BY_LAYER = frozenset({"cpu", "cuda"})
-PATIENT = frozenset({"cuda"})  # where steps that are not compiled can be captured
 CAPTURE = "cudagraphs"  # torch's name of the backend that captures and compiles nothing
 STOPPED, INVALID = 1, 2  # what a step says of itself; 0: rows go on
 
@@ -120,7 +119,7 @@ class DecodeLoop:
         if self.step is None or self.compiled_with != wanted:
             how = config or model._default_compile_config()
             alone, sums = is_on_one_device(model), one_shot_options(model)
-            captures = model.device.type in PATIENT and is_capturable(model)
+            captures = is_capturable(model)
             own = PatientStep(decode_step, lambda: decode_step, math.inf)
             spare = own if captures else decode_step
             make = functools.partial(_compile, how, model.device, alone, sums, spare)

@@ -1,7 +1,7 @@
 """What the rounds of a call came to, how many drafts the next one makes, and whether it pays."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,14 +13,16 @@ from attnplug.models.cache import PlugLayer
 FIRST = 0.9  # of drafts that dense is taken to accept before it has judged any
 FIRST_DRAFTS = 16  # that this weighs as much as
 KEPT_DRAFTS = 40  # that the acceptance of a call is about: as many before them weigh 1/e as much
-ENOUGH_DRAFTS = 6  # that dense has judged before rounds may end: a call begins with some
-# Rounds end for good where they promise less than this of what dense steps give: by less, chance
-# alone would end them in a long answer.
-ENOUGH = 0.95
+# Dense steps in whose time rounds may fall behind dense before they end for good. By fewer, chance
+# alone would end rounds that pay in a long answer.
+BEHIND = 8
 # Bytes that an H200 reads while its host makes a step ready, for each layer of the model: a step
 # runs once as it is and is then captured, in 0.1 s for the 28 layers of a model of 7 billion
 # weights. Rounds have two such steps where dense has one.
 READY = 12 << 30
+# A call has rounds if they would make up for their second step so many times, as dense may accept
+# fewer drafts than it is taken to.
+TIMES = 2
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # in configs
 # A batch's verification reads a key mask as well, and moves what the rows have not accepted.
 IN_A_BATCH = 1.15
@@ -37,8 +39,8 @@ class Costs(NamedTuple):
 
 def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -> Costs:
     """What steps cost over caches of `tokens` tokens. A draft reads the model's weights, a dense
-    step the cache as well, a byte of which took an H200 half of a weight's time, and a verification
-    the same for several queries (bench/exact-steps-h200.json)."""
+    step the cache as well, a byte of which took an H200 0.51 to 0.6 of a weight's time, and a
+    verification the same for several queries (bench/exact-steps-h200.json)."""
     buffers = [x for layer in layers for x in (layer.keys, layer.values) if x is not None]
     rows = max((len(x) for x in buffers), default=1)
     weights = max(1, _weights_of(model, rows))
@@ -50,7 +52,7 @@ def costs_of(model: PreTrainedModel, layers: Iterable[PlugLayer], tokens: int) -
 def steps_in_drafts(ratio: float, rows: int) -> tuple[float, float]:
     """The time of a dense step and of a verification, in drafts, over a cache of `ratio` times the
     weights' bytes."""
-    return 1 + 0.5 * ratio, (1 + 0.6 * ratio) * (IN_A_BATCH if rows > 1 else 1)
+    return 1 + 0.55 * ratio, (1.05 + 0.6 * ratio) * (IN_A_BATCH if rows > 1 else 1)
 
 
 def _weights_of(model: PreTrainedModel, rows: int) -> float:
@@ -98,7 +100,9 @@ class Pace:
         (1 + p + p^2 + ... + p^n) / (n + v)        v: the time of a verification
 
     tokens in the time of a draft. p counts old drafts less; dense's first wrong draft of a round is
-    the last that counts. Rounds end where they do not pay if it `ends` them."""
+    the last that counts. If it `ends` rounds, they end once they have fallen behind dense: Page's
+    cumulative sum of the dense steps in whose time each round ran less the tokens that it gave,
+    which is never below 0 (Biometrika 41, 1954)."""
 
     most: int
     costs: Costs
@@ -106,7 +110,7 @@ class Pace:
     ends: bool = True
     accepted: float = FIRST * FIRST_DRAFTS
     judged: float = FIRST_DRAFTS
-    seen: int = 0  # drafts that dense has judged
+    behind: float = 0.0  # dense steps
 
     def _best(self) -> tuple[float, int]:
         """The tokens that the next round gives in the time of a draft, and its drafts."""
@@ -122,24 +126,25 @@ class Pace:
         return self._best()[1]
 
     def pays(self, left: int) -> bool:
-        """Whether the next round gives about as many tokens as dense steps would in its time, as
-        far as the drafts that dense has judged can say, or the `left` tokens of the call are too
-        few for a dense step to be made ready."""
-        if not self.ends or self.seen < ENOUGH_DRAFTS:
+        """Whether rounds have not fallen behind dense, or look like making up for it, or the `left`
+        tokens of the call are too few for a dense step to be made ready."""
+        if not self.ends or self.behind < BEHIND:
             return True
-        rate, dense = self._best()[0], self.costs.dense
-        return rate * dense >= ENOUGH or left * (1 / rate - dense) < self.costs.ready
+        return left * (1 / self._best()[0] - self.costs.dense) < self.costs.ready
 
     def least(self) -> float:
-        """How many tokens a call must come to for rounds to make up for their second step, if
-        dense accepts drafts as it is taken to before it has judged any."""
+        """How many tokens a call must come to for rounds to make up for their second step `TIMES`
+        over, if dense accepts drafts as it is taken to before it has judged any."""
         saved = self.costs.dense - 1 / self._best()[0]
-        return self.costs.ready / saved if saved > 0 else math.inf
+        return TIMES * self.costs.ready / saved if saved > 0 else math.inf
 
-    def note(self, accepted: int, drafted: int) -> None:
-        """A row's round has come out so."""
-        judged = min(accepted + 1, drafted)
-        kept = (1 - 1 / KEPT_DRAFTS) ** judged
-        self.accepted = self.accepted * kept + accepted
-        self.judged = self.judged * kept + judged
-        self.seen += judged
+    def note(self, accepted: Sequence[int], drafted: int) -> None:
+        """A round has come out so in each row that goes on."""
+        for count in accepted:
+            judged = min(count + 1, drafted)
+            kept = (1 - 1 / KEPT_DRAFTS) ** judged
+            self.accepted = self.accepted * kept + count
+            self.judged = self.judged * kept + judged
+        took = (drafted + self.costs.verification) / self.costs.dense
+        given = 1 + sum(accepted) / len(accepted)
+        self.behind = max(0.0, self.behind + took - given)

@@ -25,6 +25,7 @@ from attnplug.models.regional import LayeredStep
 from attnplug.models.walk import devices_of
 
 PATIENCE = 4096  # steps of a model before they are compiled
+PATIENT = frozenset({"cuda"})  # devices that capture steps
 OWN = "transformers."  # models whose code is known to do nothing on the host from step to step
 LOG = logging.getLogger("attnplug")
 BOOLEAN = torch.bool, torch.uint8  # dtypes of an index that says where
@@ -39,6 +40,8 @@ def is_on_one_device(model: torch.nn.Module) -> bool:
 def is_capturable(model: torch.nn.Module) -> bool:
     """Whether a model's own step may be captured, as far as can be seen before it has run: code of
     transformers, all of it on one GPU, not the share of a rank."""
+    if model.device.type not in PATIENT:
+        return False
     shares = any(isinstance(each, DTensor) for each in model.parameters())
     return type(model).__module__.startswith(OWN) and is_on_one_device(model) and not shares
 

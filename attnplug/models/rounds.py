@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from attnplug.call import Served
+from attnplug.models.ahead import capture_ahead
 from attnplug.models.cache import PlugLayer
 from attnplug.models.captured import Step
 from attnplug.models.decode_step import REFUSED, StepBuffers, due_layers, prepare_layers
@@ -143,7 +144,7 @@ class RoundSteps:
             self.feed = Feed.empty(*place)
         verify: Step = verify_step
         dense: Step = dense_step
-        if compiles and call.device.type == "cuda" and is_capturable(call.model):
+        if compiles and is_capturable(call.model):
             if self.verify is None or self.dense is None:
                 self.verify = PatientStep(verify_step, lambda: verify_step, math.inf)
                 self.dense = PatientStep(dense_step, lambda: dense_step, math.inf)
@@ -242,6 +243,12 @@ class Rounds:
             mask = mask[:, 0, 0, :held].long()
         prepare_layers(due, held, mask)
 
+    def _run(self, step: Step, *fed: Any) -> torch.Tensor | None:
+        """Run one of the three steps."""
+        fed = self.call.model, self.call.cache, *fed
+        capture_ahead(self.call, step, (), fed)
+        return step(*fed)
+
     def _step_on(self, options: dict[str, Any]) -> None:
         """Decode the rest of the call by dense steps."""
         call, buffers = self.call, self.buffers
@@ -249,8 +256,7 @@ class Rounds:
         _set_part(self.layers, "dense")
         while self.going:
             self._make_room(1)
-            state = *buffers.stepped(), call.greedy, options
-            found = self.dense(call.model, call.cache, *state)
+            found = self._run(self.dense, *buffers.stepped(), call.greedy, options)
             call.hush()  # from here on tokens come
             chosen = buffers.token if found is None else self._choose(found, 0)[:, None]
             self.held += 1
@@ -289,7 +295,7 @@ class Rounds:
 
     def _draft(self, place: int, options: dict[str, Any]) -> None:
         call = self.call
-        found = self.draft(call.model, call.cache, *self.buffers.stepped(), call.greedy, options)
+        found = self._run(self.draft, *self.buffers.stepped(), call.greedy, options)
         call.hush()  # from here on tokens come
         if found is not None:
             self.buffers.token.copy_(self._choose(found, place).clamp(min=0)[:, None])
@@ -301,7 +307,7 @@ class Rounds:
         state = feed.tokens, feed.drafted, feed.found, *buffers.verified()
         _set_part(self.layers, "verify")
         feed.drafted.fill_(drafts)
-        logits = self.verify(call.model, call.cache, *state, call.greedy, options)
+        logits = self._run(self.verify, *state, call.greedy, options)
         if logits is not None:
             chosen = [self._choose(logits[:, place], place) for place in range(drafts + 1)]
             settle(call.cache, *state, torch.stack(chosen, 1))
@@ -318,9 +324,9 @@ class Rounds:
         self.tally.rounds += 1
         self.tally.verified += len(self.going)
         self.tally.drafted += drafts * len(self.going)
-        self.tally.accepted += sum(len(rounds[row]) - 1 for row in self.going)
-        for row in sorted(self.going):
-            self.pace.note(len(rounds[row]) - 1, drafts)
+        accepted = [len(rounds[row]) - 1 for row in sorted(self.going)]
+        self.tally.accepted += sum(accepted)
+        self.pace.note(accepted, drafts)
         self._note(rounds, self.feed.found[:, 1:])
 
     def _note(self, chosen: list[list[int]], held: torch.Tensor) -> None:

@@ -41,6 +41,7 @@ class GatherLayer(PlugLayer):
 
     row_buffers: ClassVar[RowBuffers] = {"bounds": None, "progress": 0}
     defers_write = True
+    steps_are_alike = True
 
     bounds: torch.Tensor
     progress: torch.Tensor
@@ -98,6 +99,7 @@ class HostGatherLayer(GatherLayer, HostLayer):
     """
 
     row_buffers: ClassVar[RowBuffers] = {**GatherLayer.row_buffers, "near": None}
+    steps_are_alike = False
     near: ResidentBlocks | None = None
 
     def __init__(

@@ -8,7 +8,7 @@ from test_patience import on_cpu
 from test_regional import model_of
 
 import attnplug
-from attnplug.models import ahead, captured, decode_loop
+from attnplug.models import ahead, captured, decode_loop, pace
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
 from attnplug.policies import _sketch_layer
@@ -110,12 +110,48 @@ class TestOnACPU:
         model.generate(**inputs, max_new_tokens=2)
         assert steps == ["step"]
 
-    def test_a_sparse_steps_first_one_runs_as_it_is(self, steps):
-        model = attnplug.apply(model_of(), "gather(k=1, block=16, min_tokens=0)")
-        for _ in range(2):
+    @pytest.mark.parametrize(
+        ("policy", "alike"),
+        [
+            ("gather(k=1, block=16, min_tokens=0)", True),
+            ("gather(k=1, block=16, kv='host', min_tokens=0)", False),
+            ("gvr(k=8, min_tokens=0)", False),
+        ],
+    )
+    def test_a_sparse_steps_first_one_is_captured_where_it_is_like_others(
+        self, steps, policy, alike
+    ):
+        model = attnplug.apply(model_of(), policy)
+        as_it_is = ["step", "capture", *["replay"] * (NEW - 2)]
+        ahead = ["capture", *["replay"] * (NEW - 1)]
+        answers = []
+        for wanted in (as_it_is, ahead if alike else as_it_is):
             steps.clear()
-            model.generate(**prompts_of("cpu"), max_new_tokens=NEW)
-            assert steps == ["step", "capture", *["replay"] * (NEW - 2)]
+            answers.append(model.generate(**prompts_of("cpu"), max_new_tokens=NEW))
+            assert steps == wanted
+        assert torch.equal(*answers)
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_the_second_calls_rounds_run_no_step_as_it_is(self, rows, monkeypatch):
+        """Drafts, verifications, and the dense steps that follow where rounds have ended."""
+        as_they_are, run = [], captured.CapturedStep.__call__
+
+        def noted(self, *arguments):
+            as_they_are.append(self.first)
+            return run(self, *arguments)
+
+        monkeypatch.setattr(captured.CapturedStep, "__call__", noted)
+        monkeypatch.setattr(pace.Pace, "pays", lambda self, left: left > 12)
+        policy = "exact(draft='gather(k=1, block=16)', m=2, min_tokens=0)"
+        model = attnplug.apply(model_of(), policy)
+        answers = []
+        for first in (True, False):
+            as_they_are.clear()
+            inputs = prompts_of("cpu", rows)
+            answers.append(model.generate(**inputs, max_new_tokens=40, min_new_tokens=40))
+            assert model.__dict__[LOOP].rounds.tally.ended
+            assert sum(as_they_are) == (3 if first else 0)
+        assert torch.equal(*answers)
 
     def test_calls_whose_kernels_may_differ_are_of_other_kinds(self, steps):
         """A padded row; weights of other shapes; a layer that is told to do something else, as

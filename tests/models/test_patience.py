@@ -17,7 +17,7 @@ from attnplug.models.patience import NotReplayable, PatientStep, Replayable
 @pytest.fixture
 def on_cpu(monkeypatch):
     """A CPU takes the part of a GPU: a graph runs its step again."""
-    monkeypatch.setattr(decode_loop, "PATIENT", {"cpu"})
+    monkeypatch.setattr(patience, "PATIENT", {"cpu"})
     monkeypatch.setattr(captured, "capture", lambda step, on: step)
     monkeypatch.setattr(regional, "_compile", as_it_is)
 
@@ -72,8 +72,10 @@ def test_code_that_is_not_transformers_is_compiled_at_once(monkeypatch):
     assert isinstance(vars(model)[LOOP].step, regional.LayeredStep)
 
 
-def test_a_model_on_several_devices_is_not_captured():
+def test_a_model_on_several_devices_is_not_captured(monkeypatch):
     model = model_of()
+    assert not patience.is_capturable(model)
+    monkeypatch.setattr(patience, "PATIENT", {"cpu"})
     assert patience.is_capturable(model) and patience.is_on_one_device(model)
     model.model.norm.to("meta")
     assert not patience.is_capturable(model) and not patience.is_on_one_device(model)
