@@ -31,9 +31,8 @@ MakeBuffers = Callable[[list[Shape], torch.dtype, torch.device], list[torch.Tens
 class PlugLayer(WatchedLayer):
     """Keys and values `[B,Hkv,max_length,D]`, allocated once, and the number of tokens in them.
 
-    Unlike its base it can be cropped (speculative decoding), reorders beams without moving (the
-    base binds new tensors, and a CUDA graph keeps reading the old ones), and serves batch
-    repetition and selection.
+    Unlike its base it can be cropped (speculative decoding), serves batch repetition and selection,
+    and reorders beams in place (a CUDA graph keeps reading the base's old tensors).
 
     A subclass that sets `defers_write` may leave the writing of a step's token to the op that
     attends: where `defer_next` was set, `update` keeps the token in `pending` and returns the
