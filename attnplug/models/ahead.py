@@ -72,7 +72,10 @@ def kind_of(call: Any, arguments: Sequence[Any]) -> int | None:
     traced = any(binding.trace_to is not None for binding in call.bound.values())
     if given or traced or autocast_dtype(call.device) is not None:
         return None
-    layers = tuple((type(x), _form(getattr(x, "keys", None))) for x in call.cache.layers)
+    layers = tuple(
+        (type(x), _form(getattr(x, "keys", None)), getattr(x, "round_part", ""))
+        for x in call.cache.layers
+    )
     policies = tuple(str(binding.policy) for binding in call.bound.values())
     flags = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), call.greedy
     fed = tuple(map(_form, arguments))

@@ -243,7 +243,7 @@ class Rounds:
             mask = mask[:, 0, 0, :held].long()
         prepare_layers(due, held, mask)
 
-    def _run(self, step: Step, *fed: Any) -> torch.Tensor | None:
+    def _run_step(self, step: Step, *fed: Any) -> torch.Tensor | None:
         """Run one of the three steps."""
         fed = self.call.model, self.call.cache, *fed
         capture_ahead(self.call, step, (), fed)
@@ -256,7 +256,7 @@ class Rounds:
         _set_part(self.layers, "dense")
         while self.going:
             self._make_room(1)
-            found = self._run(self.dense, *buffers.stepped(), call.greedy, options)
+            found = self._run_step(self.dense, *buffers.stepped(), call.greedy, options)
             call.hush()  # from here on tokens come
             chosen = buffers.token if found is None else self._choose(found, 0)[:, None]
             self.held += 1
@@ -295,7 +295,7 @@ class Rounds:
 
     def _draft(self, place: int, options: dict[str, Any]) -> None:
         call = self.call
-        found = self._run(self.draft, *self.buffers.stepped(), call.greedy, options)
+        found = self._run_step(self.draft, *self.buffers.stepped(), call.greedy, options)
         call.hush()  # from here on tokens come
         if found is not None:
             self.buffers.token.copy_(self._choose(found, place).clamp(min=0)[:, None])
@@ -307,7 +307,7 @@ class Rounds:
         state = feed.tokens, feed.drafted, feed.found, *buffers.verified()
         _set_part(self.layers, "verify")
         feed.drafted.fill_(drafts)
-        logits = self._run(self.verify, *state, call.greedy, options)
+        logits = self._run_step(self.verify, *state, call.greedy, options)
         if logits is not None:
             chosen = [self._choose(logits[:, place], place) for place in range(drafts + 1)]
             settle(call.cache, *state, torch.stack(chosen, 1))

@@ -8,7 +8,7 @@ from test_patience import on_cpu
 from test_regional import model_of
 
 import attnplug
-from attnplug.models import ahead, captured, decode_loop, pace
+from attnplug.models import ahead, captured, decode_loop, pace, rounds
 from attnplug.models.generate import LOOP
 from attnplug.models.names import CACHE
 from attnplug.policies import _sketch_layer
@@ -152,6 +152,29 @@ class TestOnACPU:
             assert model.__dict__[LOOP].rounds.tally.ended
             assert sum(as_they_are) == (3 if first else 0)
         assert torch.equal(*answers)
+
+    def test_a_draft_is_of_another_kind_than_a_dense_step_over_the_same_cache(self, monkeypatch):
+        """As of a call that is too short for rounds."""
+        run, as_they_are = captured.CapturedStep.__call__, []
+
+        def noted(self, *arguments):
+            as_they_are.append(self.first)
+            return run(self, *arguments)
+
+        monkeypatch.setattr(captured.CapturedStep, "__call__", noted)
+        model = attnplug.apply(
+            model_of(), "exact(draft='gather(k=1, block=16)', m=2, min_tokens=0)"
+        )
+        options = {"max_new_tokens": 20, "min_new_tokens": 20}
+        with monkeypatch.context() as patched:
+            patched.setattr(rounds, "_too_short", lambda call, drafts: "it is short")
+            for first in (True, False):
+                as_they_are.clear()
+                model.generate(**prompts_of("cpu", 1), **options)
+                assert sum(as_they_are) == first and len(as_they_are) == 19
+        as_they_are.clear()
+        model.generate(**prompts_of("cpu", 1), **options)
+        assert sum(as_they_are) == 2  # a draft and a verification
 
     def test_calls_whose_kernels_may_differ_are_of_other_kinds(self, steps):
         """A padded row; weights of other shapes; a layer that is told to do something else, as
