@@ -50,7 +50,7 @@ class Layer(NamedTuple):
     def qkv(self, batch: int, queries: int, size: int) -> tuple[torch.Tensor, ...]:
         return attention(batch, self.heads, self.kv_heads, queries, size, self.width, self.dtype)
 
-    def token(self, batch: int) -> tuple[torch.Tensor, ...]:
+    def token(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = batch, self.kv_heads, 1, self.width
         return new(*shape, dtype=self.dtype), new(*shape, dtype=self.dtype)
 
@@ -99,6 +99,21 @@ class Layer(NamedTuple):
         ops.gather_decode(
             *(q, k, v), *self.token(batch), *made, new(batch), scoring="band", **options
         )
+
+    def gather_host(self, size: int) -> None:
+        from attnplug import ops
+
+        q, k, v = self.qkv(1, 1, size)
+        block, local, slots, row = 64, 4, 256, (1, self.kv_heads)
+        near = ops.ResidentBlocks(
+            new(*row, 2, local * block, self.width, dtype=self.dtype),
+            new(*row, slots, 2, block, self.width, dtype=self.dtype),
+            new(*row, size // block), new(*row, slots), new(*row, slots),
+            new(*row, 3, dtype=INT64),
+        )  # fmt: skip
+        options = {"scale": 0.1, "block": block, "top_k": 32, "local": local}
+        made = summaries(k, block, int8=True)
+        ops.tiered_decode(q, k, v, *made, near, new=self.token(1), lengths=new(1), **options)
 
     def gather_pages(self, rows: int) -> None:
         from attnplug.ops.gather.gather_rows import gather_rows
@@ -215,6 +230,7 @@ class Layer(NamedTuple):
         yield Case("momo 32K", lambda: self.momo(32768, 128, 16))
         yield Case("gather 32K, batch 64", lambda: self.gather(64, 32768))
         yield Case("gather, pages of 8 rows", lambda: self.gather_pages(8))
+        yield Case("gather 128K on the host", lambda: self.gather_host(131072))
         if self.dtype == BF16:
             for rows in (1, 8):
                 name = f"gather, fp8 pages, batch {rows}"

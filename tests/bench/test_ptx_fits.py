@@ -13,6 +13,7 @@ SCRIPT = """
 import _ptx_fits, _ptx_gpu, json, sys, triton, triton.language as tl
 from _ptx_inputs import FP32, new
 from _ptx_models import Case
+from attnplug.ops.common.views import chosen_between
 
 @triton.jit
 def power(x, N: tl.constexpr):
@@ -28,6 +29,18 @@ def product(x, N: tl.constexpr):
     y = tl.load(at)
     tl.store(at, tl.dot(y, y, input_precision="ieee"))
 
+@triton.jit
+def choice(few, many, N: tl.constexpr):
+    n = tl.arange(0, N)
+    at = tl.where(n == 3, few, many + n.to(tl.int64) * N)
+    x = tl.load(at[:, None] + n[None, :])
+    tl.store(few + n[:, None] * N + n[None, :], x)
+
+def choose():
+    sizes = 64 * 64, 1 << 30  # in float32, 16 KiB and 4 GiB
+    choices = chosen_between(_ptx_gpu.GPU, *(new(size, dtype=FP32) for size in sizes))
+    choice.run(*choices, 64, grid=(1,), warmup=False)
+
 def run(kernel, size):
     return lambda: kernel.run(new(size * size, dtype=FP32), size, grid=(1,), warmup=False)
 
@@ -35,6 +48,7 @@ def refuse():
     raise ValueError("an error of a launcher")
 
 CASES = {"power": run(power, 64), "product": run(product, 32), "raises": refuse,
+         "choice": choose,
          "nothing": lambda: None}
 def fits(name, target, shared):
     _ptx_fits.TARGETS = {target: _ptx_gpu.TARGETS[target]._replace(shared=shared)}
@@ -52,6 +66,8 @@ FITS = [
     ("power", "sm_89", 65536, ""),
     # AMD's assembler says so, and leaves the instruction out.
     ("power", "gfx942", 65536, "error: "),
+    # Its compiler would fail if it knew that only the first tensor is smaller than 2 GiB.
+    ("choice", "gfx942", 65536, ""),
     ("product", "sm_89", 1000, "of 1000 bytes of shared memory"),
     ("raises", "sm_89", 65536, "ended with 1: ValueError: an error of a launcher"),
     ("nothing", "sm_89", 65536, "launched nothing"),

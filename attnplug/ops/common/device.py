@@ -27,6 +27,7 @@ class Card(NamedTuple):
     tmem: bool = False  # multiplies 64 rows and more in tensor memory: Blackwell's for data centres
     tma: bool = False  # copies tiles to shared memory by its tensor memory accelerator
     fp8: bool = False  # converts float8_e4m3fn
+    ranges: bool = False  # its compiler asks which tensors are smaller than 2 GiB
     precision: str = "tf32x3"  # of float32 products that need more than TF32's bits
     bandwidth: float = 0.0  # bytes of its memory a second, at the most; 0 where that is not known
 
@@ -54,6 +55,7 @@ class Card(NamedTuple):
             tmem=nvidia and capability[0] in (10, 11),
             tma=ninth,
             fp8=nvidia and capability >= (8, 9),
+            ranges=vendor == "amd",
             precision="ieee" if vendor == "amd" else "tf32x3",
             bandwidth=bandwidth,
         )

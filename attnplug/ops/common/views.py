@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnplug.ops.common.device import card
 from attnplug.ops.common.rows import row_step
 from attnplug.ops.common.sizes import next_power_of_two, padded_width
 from attnplug.ops.common.triton import tl, triton
@@ -143,6 +144,28 @@ def token_of(new_k: torch.Tensor | None, new_v: torch.Tensor | None) -> Token | 
     if new_k is None or new_v is None:
         return None
     return Token(new_k, new_v, *new_k.stride()[:2], *new_v.stride()[:2])
+
+
+def chosen_between(device: torch.device, *views: Any) -> tuple[Any, ...]:
+    """Tensors and views as a kernel is given them that chooses between their addresses, by
+    `tl.where` of tiles of pointers. None stands for what is not there.
+
+    AMD's compiler addresses what it knows to be smaller than 2 GiB by 32-bit offsets, and fails on
+    a choice between such addresses and others (Triton 3.8), so it must not know it of any."""
+    if not card(device).ranges or sum(x is not None for x in views) < 2:
+        return views
+    return tuple(map(_of_any_size, views))
+
+
+def _of_any_size(x: Any) -> Any:
+    """A tensor, or each of a view, as its alias of which Triton does not ask the size."""
+    if isinstance(x, tuple):
+        return type(x)(*map(_of_any_size, x))
+    if not isinstance(x, torch.Tensor):
+        return x
+    alias: Any = x.detach()
+    alias.ptr_range = lambda: 1 << 63  # bytes; Triton asks for it before it looks at the memory
+    return alias
 
 
 def shape_of(

@@ -40,6 +40,7 @@ from attnplug.ops.common.splits import launch_merge, pieces_of
 from attnplug.ops.common.views import (
     Output,
     cache_of,
+    chosen_between,
     query_of,
     rows_of,
     shape_of,
@@ -280,13 +281,15 @@ def launch_gather_attention(
         AHEAD=ahead,
         ONE=plan.splits * plan.tile == keep.keys,
     )
+    token = None if step is None else token_of(step.new_k, step.new_v)
+    cache, token = chosen_between(q.device, cache_of(k, v, table, scales), token)
     launch_kernel(
         attend_kept,
         grid=(plan.splits, kv_heads * queries, batch),
         q=query_of(q),
-        cache=cache_of(k, v, table, scales),
+        cache=cache,
         rows=rows_of(capacity(k, table), lengths, start, key_mask),
-        token=None if step is None else token_of(step.new_k, step.new_v),
+        token=token,
         index=index,
         output=output,
         scale=factor,

@@ -27,6 +27,7 @@ from attnplug.ops.common.splits import launch_merge, pieces_of
 from attnplug.ops.common.views import (
     Output,
     cache_of,
+    chosen_between,
     query_of,
     rows_of,
     shape_of,
@@ -331,6 +332,8 @@ def launch_tiered_decode(*args, plan=None):
         CHAINED=top_k > 0,
         **{"num_warps": 4, **both},
     )
+    views = cache_of(k, call.v), token, near
+    cache, token, both["near"] = chosen_between(q.device, *views)
     fused = plan.splits == 1
     output = Output(None if fused else pieces_of(out, plan.splits), out, lse, call.sinks)
     factor, cap = base_two(call.scale, call.softcap)
@@ -338,7 +341,7 @@ def launch_tiered_decode(*args, plan=None):
         kernels.attend_tiered,
         grid=(plan.splits, kv_heads, batch),
         q=query_of(q),
-        cache=cache_of(k, call.v),
+        cache=cache,
         token=token,
         output=output,
         scale=factor,

@@ -21,7 +21,15 @@ from attnplug.ops.common.launches import launch_kernel
 from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv, padded_width
 from attnplug.ops.common.triton import triton
-from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of, token_of
+from attnplug.ops.common.views import (
+    cache_of,
+    chosen_between,
+    query_of,
+    rows_of,
+    shape_of,
+    steps_of,
+    token_of,
+)
 from attnplug.ops.sketch import attend_picks as attend
 from attnplug.ops.sketch import prepare_query as prepare
 from attnplug.ops.sketch import sketch_decode as chain
@@ -235,15 +243,17 @@ class _OverLink:
         batch, heads, size, width = k.shape
         fine, coarse, odd, _ = codes
         wide = width * k.element_size() > 512
+        views = cache_of(k, v), token_of(*new), self.fixed.tokens
+        cache, token, fixed = chosen_between(q.device, *views)
         launch_kernel(
             kernels.stage,
             grid=(1 + prepare.ENCODERS, heads, batch),
             q=query_of(q),
-            cache=cache_of(k, v),
+            cache=cache,
             rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
-            token=token_of(*new),
+            token=token,
             recent=recent,
-            fixed=self.fixed.tokens,
+            fixed=fixed,
             held=self.fixed.held,
             fixed_lengths=self.lengths,
             fixed_mask=mask_bytes(self.mask),

@@ -23,7 +23,15 @@ from attnplug.ops.common.rows import mask_bytes, rows_on_cpu
 from attnplug.ops.common.sizes import cdiv
 from attnplug.ops.common.softmax import LOG2E, base_two
 from attnplug.ops.common.triton import triton
-from attnplug.ops.common.views import cache_of, query_of, rows_of, shape_of, steps_of, token_of
+from attnplug.ops.common.views import (
+    cache_of,
+    chosen_between,
+    query_of,
+    rows_of,
+    shape_of,
+    steps_of,
+    token_of,
+)
 from attnplug.ops.sketch.encode_keys import LOCAL, check_float, near_block
 from attnplug.ops.sketch.kernels import prepare as kernels
 from attnplug.ops.sketch.kernels.codes import Code, pieces_of, projection_of
@@ -195,13 +203,14 @@ def launch_prepare_query(
     programs = kernels.Programs(PIECES, cdiv(queries.shape[3], COLUMNS), coders)
     wide, found = width * q.element_size(), card(q.device)
     factor, cap = base_two(scale, softcap)
+    cache, token = chosen_between(q.device, cache_of(k, v), token_of(new_k, new_v))
     launch_kernel(
         kernels.prepare,
         grid=(sum(programs) + (total is not None), kv_heads, batch),
         q=query_of(q),
-        cache=cache_of(k, v),
+        cache=cache,
         rows=rows_of(size, lengths, start, mask_bytes(key_mask)),
-        token=token_of(new_k, new_v),
+        token=token,
         recent=recent,
         queries=queries,
         projected=projection_of(projected),

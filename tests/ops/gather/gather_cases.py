@@ -3,6 +3,7 @@ what INT8 codes stand for."""
 
 import torch
 
+from attnplug.ops.common import card, views
 from attnplug.ops.gather.block_bounds import empty_bounds, frame_of
 
 # The options of gather_decode and tiered_decode, in the order of their schemas.
@@ -27,6 +28,11 @@ DEFAULTS = {
     "scoring": "bounds",
     "softcap": 0.0,
 }
+
+
+def ask_for_sizes(monkeypatch):
+    """Have launchers prepare what kernels choose between, as for AMD's compiler."""
+    monkeypatch.setattr(views, "card", lambda device: card(device)._replace(ranges=True))
 
 
 def hold_progress(progress, k, options):

@@ -4,7 +4,7 @@ kernels; their own tests hold those to fp64."""
 import pytest
 import torch
 from cases import WIDTHS, random, to_device
-from gather_cases import DEFAULTS, OPTIONS, empty
+from gather_cases import DEFAULTS, OPTIONS, ask_for_sizes, empty
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,6 +169,13 @@ def test_any_plan_gives_the_same(device_path, name, plan, size, length):
         want = apart(cache, q, new, **options)
         hold(step(device_path, cache, q, new, plan, **options), want)
         cache = want[2]
+
+
+def test_a_card_that_asks_for_sizes_gives_the_same(device, monkeypatch):
+    ask_for_sizes(monkeypatch)
+    cache = Cache(0, 2, 2, 90, 64, [70, 40])
+    q, new = random(0, 2, 6, 1, 64), random(9, 2, 2, 2, 1, 64)
+    hold(step((device, "kernel"), cache, q, new), apart(cache, q, new))
 
 
 def test_growth_over_block_edges(device_path):

@@ -4,7 +4,7 @@ kernels; their own tests hold those to fp64. And what is in the slots, against w
 import pytest
 import torch
 from cases import random
-from gather_cases import DEFAULTS, OPTIONS
+from gather_cases import DEFAULTS, OPTIONS, ask_for_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,6 +149,22 @@ def test_slots_are_the_references(device_path):
             assert torch.equal(got.cpu(), want), (turn, name)
     counted = theirs.near.counters[0, :, :2].sum(0).tolist()
     assert counted[0] == 2 * 16 * 3 and 16 < counted[1] < counted[0] - 8
+
+
+def test_a_card_that_asks_for_sizes_gives_the_same(device, monkeypatch):
+    ask_for_sizes(monkeypatch)
+    ours, theirs = (Cache(3, 1, 2, 64, 150, 5, DEFAULTS, where) for where in (device, "cpu"))
+    for turn in range(2):  # from the host, then from slots
+        q, new = random(turn, 1, 4, 1, 64), random(turn + 50, 2, 1, 2, 1, 64)
+        out, _ = run("kernel", ours, q.to(device), new.to(device), DEFAULTS)
+        want, _ = run("reference", theirs, q, new, DEFAULTS)
+        assert (out.cpu() - want).abs().max() < 1e-5 * want.abs().max()
+        for cache in (ours, theirs):
+            cache.lengths += 1
+        for name in ("ring", "slots", "table", "counters"):
+            got = getattr(ours.near, name).cpu().nan_to_num(7.5)
+            assert torch.equal(got, getattr(theirs.near, name).nan_to_num(7.5)), (turn, name)
+        assert torch.equal(ours.k.cpu().nan_to_num(7.5), theirs.k.nan_to_num(7.5))
 
 
 @pytest.mark.parametrize(
