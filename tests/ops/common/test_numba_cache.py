@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from attnplug.ops.common import numba_cache
 
 SUMS = """
@@ -34,8 +36,9 @@ print(sums.squares(4))
 NOWHERE = "/proc/nowhere"  # no process can make a folder there, and root's neither
 
 
-def lines_of(folder: Path, before: str = "", **environment: str) -> list[str]:
-    (folder / "sums.py").write_text(SUMS)
+def lines_of(folder: Path, before: str = "", sums: str = SUMS, **environment: str) -> list[str]:
+    if not (folder / "sums.py").exists() or (folder / "sums.py").read_text() != sums:
+        (folder / "sums.py").write_text(sums)
     shutil.copy(numba_cache.__file__, folder)  # alone, it is imported at once
     others = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
     environment = {**others, "PYTHONPATH": str(folder), **environment}
@@ -76,3 +79,34 @@ def test_a_disk_that_is_full_costs_one_line_of_the_log(tmp_path):
     assert result == "14"
     assert word.startswith("log: ") and "NUMBA_CACHE_DIR" in word and "File too large" in word
     assert cached(tmp_path) == set()
+
+
+def test_a_new_version_whose_code_finds_no_room_is_not_the_old_one_afterwards(tmp_path):
+    """numba writes first what a file is to hold, which is small, and then the file, which may be
+    that of the version before."""
+    assert lines_of(tmp_path) == ["14"]
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    new = SUMS.replace("x * x", "x * x * x")
+    assert lines_of(tmp_path, full, new)[-1] == "36"
+    assert lines_of(tmp_path, "", new) == ["36"]
+
+
+def test_no_code_of_a_version_before_stays(tmp_path):
+    lines_of(tmp_path)
+    before = {*tmp_path.rglob("*.nbc")}
+    assert lines_of(tmp_path, "", SUMS.replace("x * x", "x * x * x")) == ["36"]
+    after = {*tmp_path.rglob("*.nbc")}
+    assert len(after) == len(before) and not after & before
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [b"", bytes(64)], ids=["empty", "zeros"])
+def test_files_that_lost_their_content_are_compiled_anew(tmp_path, ending, left):
+    """As files do that were written just before a machine lost power."""
+    lines_of(tmp_path)
+    torn = list(tmp_path.rglob(f"*.{ending}"))
+    for path in torn:
+        path.write_bytes(left)
+    assert lines_of(tmp_path) == ["14"]
+    assert cached(tmp_path) == {"sums.square", "sums.squares"}
+    assert not any(path.read_bytes() == left for path in tmp_path.rglob(f"*.{ending}"))
