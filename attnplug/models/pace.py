@@ -20,8 +20,8 @@ BEHIND = 8
 # runs once as it is and is then captured, in 0.1 s for the 28 layers of a model of 7 billion
 # weights. Rounds have two such steps where dense has one.
 READY = 12 << 30
-# A call has rounds if they would make up for their second step so many times, as dense may accept
-# fewer drafts than it is taken to.
+# A call is decoded in rounds if they should save this many times what their second step takes to be
+# made ready. Once would not do, because dense may accept fewer drafts than expected.
 TIMES = 2
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # in configs
 # A batch's verification reads a key mask as well, and moves what the rows have not accepted.

@@ -62,6 +62,20 @@ def steps(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def as_they_are(monkeypatch):
+    """Of each step whether it runs as it is, and not as a graph, as they come."""
+    seen: list[bool] = []
+    run = captured.CapturedStep.__call__
+
+    def noted(self, *arguments):
+        seen.append(self.first)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(captured.CapturedStep, "__call__", noted)
+    return seen
+
+
 def prompts_of(device, rows=2, padded=False):
     seeded = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 97, (rows, PROMPT), generator=seeded)
@@ -132,15 +146,8 @@ class TestOnACPU:
         assert torch.equal(*answers)
 
     @pytest.mark.parametrize("rows", [1, 2])
-    def test_the_second_calls_rounds_run_no_step_as_it_is(self, rows, monkeypatch):
+    def test_the_second_calls_rounds_run_no_step_as_it_is(self, as_they_are, rows, monkeypatch):
         """Drafts, verifications, and the dense steps that follow where rounds have ended."""
-        as_they_are, run = [], captured.CapturedStep.__call__
-
-        def noted(self, *arguments):
-            as_they_are.append(self.first)
-            return run(self, *arguments)
-
-        monkeypatch.setattr(captured.CapturedStep, "__call__", noted)
         monkeypatch.setattr(pace.Pace, "pays", lambda self, left: left > 12)
         policy = "exact(draft='gather(k=1, block=16)', m=2, min_tokens=0)"
         model = attnplug.apply(model_of(), policy)
@@ -153,15 +160,10 @@ class TestOnACPU:
             assert sum(as_they_are) == (3 if first else 0)
         assert torch.equal(*answers)
 
-    def test_a_draft_is_of_another_kind_than_a_dense_step_over_the_same_cache(self, monkeypatch):
+    def test_a_draft_is_of_another_kind_than_a_dense_step_over_the_same_cache(
+        self, as_they_are, monkeypatch
+    ):
         """As of a call that is too short for rounds."""
-        run, as_they_are = captured.CapturedStep.__call__, []
-
-        def noted(self, *arguments):
-            as_they_are.append(self.first)
-            return run(self, *arguments)
-
-        monkeypatch.setattr(captured.CapturedStep, "__call__", noted)
         model = attnplug.apply(
             model_of(), "exact(draft='gather(k=1, block=16)', m=2, min_tokens=0)"
         )

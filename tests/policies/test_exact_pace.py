@@ -236,7 +236,7 @@ def test_the_next_turn_drafts_over_what_dense_steps_wrote(model, chosen, draft, 
 
 def test_rounds_end_once_they_are_behind_dense():
     """A round of four drafts and a verification of 1.6 runs as long as 5.6 / 1.5 dense steps. Two
-    accepted drafts and three in turn give more tokens than those, two alone fewer."""
+    and four accepted drafts in turn give more tokens than those, two each time fewer."""
     costs = pace.Costs(dense=1.5, verification=1.6, ready=0)
     loss = 5.6 / 1.5 - 3
 
@@ -252,7 +252,7 @@ def test_rounds_end_once_they_are_behind_dense():
     assert rounds_of(lambda count: [2, 2]) == math.ceil(pace.BEHIND / loss)  # rows of a batch
     assert rounds_of(lambda count: [2], ends=False) == math.inf
     assert rounds_of(lambda count: [2 + count % 2 * 2]) == math.inf
-    good = 50  # rounds in which nothing is saved up for
+    good = 50  # rounds that are ahead of dense, which later ones gain nothing by
     assert rounds_of(lambda count: [4 if count < good else 2]) == good + math.ceil(
         pace.BEHIND / loss
     )
@@ -260,7 +260,7 @@ def test_rounds_end_once_they_are_behind_dense():
 
 @pytest.mark.parametrize("p", [0.88, 0.95])
 def test_chance_does_not_end_rounds_that_pay(p):
-    """A row of 131,072 tokens on an H200, where 0.83 is as fast as dense, and 1,000 new ones."""
+    """1,000 new tokens at what a row of 131,072 tokens costs on an H200."""
     draw, ended = random.Random(3), 0
     for _ in range(200):
         made, tokens = pace.Pace(8, pace.Costs(1.3, 1.26, 24)), 0
